@@ -13,7 +13,13 @@ from specserve.layers.batch import AttentionInputs, TokenBatch
 from specserve.models.draft.head import LayerHead
 from specserve.tools.train.attend import CausalAttend, TestTimeAttend
 from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
-from specserve.tools.train.packed_attention import packed_attention
+from specserve.tools.train.packed_attention import (
+    _dense_backward,
+    _dense_forward,
+    causal_attention,
+    causal_attention_backward,
+    packed_attention,
+)
 from specserve.tools.train.windows import Windows
 from tests.train_models import tiny_batch, tiny_target
 
@@ -113,3 +119,14 @@ def test_packed_attention_gradients() -> None:
     shapes = [(12, 4, 4), (12, 2, 4), (12, 2, 4), (12, 2, 2, 4), (12, 2, 2, 4)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     assert torch.autograd.gradcheck(lambda *x: packed_attention(*x, cu, 6, False), inputs)
+
+
+def test_dense_attention_is_that_of_each_document() -> None:
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 3, 6, 8, 12], dtype=torch.int32)
+    grad, q = torch.randn(2, 12, 4, 4)
+    k, v = torch.randn(2, 12, 2, 4)
+    forward = causal_attention(q, k, v, cu, 6, False)
+    torch.testing.assert_close(_dense_forward(q, k, v, cu, 6), forward, **CLOSE)
+    backward = causal_attention_backward(grad, q, k, v, *forward, cu, 6, False)
+    torch.testing.assert_close(_dense_backward(grad, q, k, v, *forward, cu, 6), backward, **CLOSE)

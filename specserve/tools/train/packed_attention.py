@@ -4,13 +4,15 @@ Shapes: T tokens of all rows (rows of equal length, flattened), N query heads, K
 key head, D head size, J extra keys of a column, B rows, S row length, n documents.
 
 A query at column t attends to the keys of its own document at columns <= t and to the J extra keys of column
-t alone, under one softmax. The causal part is flash attention on a GPU in 16 bits, else a dense softmax; the
-two parts are merged by their log-sum-exp. Flash attention's backward needs only the merged output and
-log-sum-exp to give the causal part's exact gradients, so nothing is computed twice.
+t alone, under one softmax. The causal part is flash attention, on a GPU in 16 bits and on a CPU one document at
+a time; else it is a dense softmax. The two parts are merged by their log-sum-exp. Flash attention's backward
+needs only the merged output and log-sum-exp to give the causal part's exact gradients, so nothing is computed
+twice.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -122,6 +124,8 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, row_length: int, flash: bool
 ) -> tuple[Tensor, Tensor]:
     """Return causal attention within documents: output ``[T, N, D]``, log-sum-exp ``[N, T]`` in at least float32."""
+    if q.is_cpu:
+        return _cpu_forward(q, k, v, cu_seqlens)
     if not flash:
         return _dense_forward(q, k, v, cu_seqlens, row_length)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -151,6 +155,8 @@ def causal_attention_backward(
     flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through the causal keys, given output and log-sum-exp over all keys."""
+    if q.is_cpu:
+        return _cpu_backward(grad, q, k, v, out, lse, cu_seqlens)
     if not flash:
         return _dense_backward(grad, q, k, v, out, lse, cu_seqlens, row_length)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is off
@@ -175,6 +181,38 @@ def _causal_attention_backward_fake(
     flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _cpu_forward(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    out_TND, lse_NT = _causal_attention_fake(q_TND, k_TKD, v_TKD, cu_seqlens, 0, False)
+    for part in _documents(cu_seqlens):
+        out_1NSD, lse_1NS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(_one(x, part) for x in (q_TND, k_TKD, v_TKD)), 0.0, True
+        )
+        out_TND[part], lse_NT[:, part] = out_1NSD[0].transpose(0, 1), lse_1NS[0]
+    return out_TND, lse_NT
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_NT: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for part in _documents(cu_seqlens):
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_one(x, part) for x in (grad, q, k, v, out)), lse_NT[None, :, part], 0.0, True
+        )
+        for whole, each in zip(found, grads, strict=True):
+            whole[part] = each[0].transpose(0, 1)
+    return found
+
+
+def _documents(cu_seqlens: Tensor) -> list[slice]:
+    return [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
+
+
+def _one(x_TND: Tensor, part: slice) -> Tensor:
+    """Return a document's ``[1, N, S, D]``."""
+    return x_TND[part].transpose(0, 1)[None]
 
 
 def _rows(x_TNX: Tensor, num_kv_heads: int, row_length: int) -> Tensor:
