@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from specserve.tools.datastore.__main__ import main as datastore
 from specserve.tools.output import check_output, replacing
@@ -59,3 +60,12 @@ def test_what_fails_leaves_the_old_file(data: Path) -> None:
         to.write_text("new")
     assert (link.is_symlink(), data.read_text()) == (True, "new")
     assert sorted(each.name for each in data.parent.iterdir()) == ["data.txt", "link"]
+
+
+def test_pytorch_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    def fill() -> None:
+        with replacing("--output", tmp_path / "a.pt"), open("/dev/full", "wb") as file:
+            torch.save({"a": torch.zeros(100_000)}, file)
+
+    with pytest.raises(ValueError, match=r"--output: .*a\.pt can't be written: .*No space left on device"):
+        fill()

@@ -27,7 +27,9 @@ def replacing(flag: str, path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(target)
-    except (OSError, RuntimeError) as error:  # PyTorch's own is the latter
-        raise ValueError(f"{flag}: {path} can't be written: {error}") from None
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__  # PyTorch raises errors of its own while it handles the system's
+        told = cause if isinstance(cause, OSError) else error
+        raise ValueError(f"{flag}: {path} can't be written: {told}") from None
     finally:
         partial.unlink(missing_ok=True)

@@ -12,7 +12,8 @@ from specserve.tools.output import replacing
 
 
 def _torch(path: Path, ids: list[int]) -> None:
-    torch.save(ids, path)
+    with path.open("wb") as file:
+        torch.save(ids, file)
 
 
 def _json(path: Path, ids: list[int]) -> None:
