@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
-from specserve.tools.train.__main__ import train
+from specserve.tools.train import loop
+from specserve.tools.train.__main__ import main, prepare, train
 from specserve.tools.train.cli import parse_args
+from specserve.tools.train.data import load_tokens
 from tests.reference.models import make_llama
 from tests.train_models import VOCAB
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def test_resuming_with_other_data_or_another_schedule_is_refused(target: Path, t
     for option, value, name in (
         ("--data", str(other), r"data \(was '11 documents, \w+', now '11 documents, \w+'\)"),
         ("--heldout", str(other), r"data \(was '11 documents, \w+', now '12 documents, \w+'\)"),
-        ("--warmup", "3", r"warmup \(was 100, now 3\)"),
+        ("--warmup", "3", r"warmup \(was None, now 3\)"),
         ("--clip", "0.01", r"clip \(was 0\.5, now 0\.01\)"),
         ("--schedule", "linear", r"schedule \(was 'cosine', now 'linear'\)"),
     ):
@@ -56,8 +65,8 @@ def test_the_end_and_the_place_of_the_data_may_change(target: Path, tmp_path: Pa
     run(target, tmp_path, "--data", str(tmp_path / "moved.npz"), "--steps", "3")
 
 
-@pytest.mark.parametrize(("limit", "logged"), [(("--steps", "2"), [2]), (("--steps", "13"), [10, 13])])
-def test_the_last_step_is_shown(
+@pytest.mark.parametrize(("limit", "logged"), [(("--steps", "2"), [1, 2]), (("--steps", "13"), [1, 10, 13])])
+def test_the_first_and_the_last_step_are_shown(
     target: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -69,7 +78,8 @@ def test_the_last_step_is_shown(
     lines = (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == logged
     printed = capsys.readouterr()
-    assert "100/100" in printed.err.split("\r")[-1]
+    assert "100%" in printed.err.split("\r")[-1]
+    assert f"step {limit[1]}/{limit[1]}" in printed.err.split("\r")[-1]
     assert printed.out.splitlines()[-1] == f"the draft is in {tmp_path / 'out'}"
 
 
@@ -78,9 +88,118 @@ def test_a_run_that_the_clock_ends_is_shown_to_its_end(
 ) -> None:
     write_data(tmp_path / "a.npz", 0)
     run(target, tmp_path, "--steps", "100000", "--time-limit", "0.2", "--log-every", "1000")
-    assert "100/100" in capsys.readouterr().err.split("\r")[-1]
-    (line,) = (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()
-    assert json.loads(line)["elapsed"] >= 0.2
+    assert "100%" in capsys.readouterr().err.split("\r")[-1]
+    first, last = (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()
+    assert json.loads(first)["elapsed"] == 0
+    assert json.loads(last)["elapsed"] >= 0.2
+
+
+def test_the_log_says_what_a_step_takes(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_data(tmp_path / "a.npz", 0)
+    with caplog.at_level("INFO", "specserve.tools.train"):
+        run(target, tmp_path, "--accumulate", "3", "--time-limit", "60")
+    told = [record.message for record in caplog.records]
+    assert "training ends after 2 steps or 60.0 s; a step takes 96 tokens" in told
+    assert "smaller --batch-tokens, --max-length, --medusa-heads" in " ".join(told)
+    first = told.index("the first step")
+    assert re.fullmatch(r"it took \d+\.\d s, the loss is \d+\.\d+", told[first + 1])
+
+
+def test_a_cpu_takes_smaller_batches(target: Path, tmp_path: Path) -> None:
+    required = ["--algorithm", "EAGLE", "--model-path", str(target), "--data", "d", "--output", str(tmp_path)]
+    sizes = []
+    for device in ("cpu", "cuda"):
+        prepare(args := parse_args([*required, "--device", device]))
+        sizes.append(args.batch_tokens)
+    assert sizes == [2048, 8192]
+
+
+def test_outputs_that_cannot_be_written(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before the data are read, and for a full disk before the first step."""
+    data = write_data(tmp_path / "a.npz", 0)
+    for path, words in (
+        (data, r"--output: .*a\.npz can't be written: .*exists"),
+        (data / "draft", r"--output: .*draft can't be written: .*Not a directory"),
+        (Path("/proc/draft"), r"--output: /proc/draft can't be written"),
+        (target, r"--output: .* is also --model-path"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(target, tmp_path, "--output", str(path), "--data", "none")
+    assert load_file(target / "model.safetensors"), "the target is as it was"
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
+    with pytest.raises(
+        ValueError, match=r"--output: .*out has 0\.00 GiB free; the draft and its checkpoint need"
+    ):
+        run(target, tmp_path)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights replace no checkpoint."""
+    write_data(tmp_path / "a.npz", 0)
+    run(target, tmp_path)
+    saved = (tmp_path / "out" / "checkpoint" / "state.pt").read_bytes()
+    monkeypatch.setattr(loop, "rate", lambda *given: math.nan)
+    more = [
+        "--algorithm",
+        "MEDUSA",
+        "--model-path",
+        target,
+        "--data",
+        tmp_path / "a.npz",
+        "--medusa-heads",
+        "2",
+    ]
+    small = ["--max-length", "16", "--batch-tokens", "32", "--device", "cpu", "--save-every", "0"]
+    monkeypatch.setattr(
+        sys, "argv", ["train", *map(str, more), *small, "--output", str(tmp_path / "out"), "--steps", "9"]
+    )
+    with pytest.raises(
+        SystemExit, match=r"error: the loss .* not finite; start over \(--restart\) with a lower"
+    ):
+        main()
+    assert (tmp_path / "out" / "checkpoint" / "state.pt").read_bytes() == saved
+
+
+def test_the_page_from_prompts_to_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of docs/training.md runs as it is printed; the command after it takes what the script wrote."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (command,) = re.findall(r"^python -m specserve\.train (--algorithm EAGLE3 .*)$", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    Path("MODEL").symlink_to(ROOT / "specserve" / "bundled" / "chat")
+    questions = ["What is 12 + 30?", "List 3 countries and their capitals.", "Tell me a story."]
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in questions]
+    Path("prompts.jsonl").write_text("\n".join(lines))
+    assert "max_tokens = 2048" in script
+    exec(script.replace("2048", "24"), {})  # as printed, but for the time it takes
+    with np.load("answers.npz") as arrays:
+        (documents,) = load_tokens(Path("answers.npz")).values()
+        ends = arrays["tokens"][arrays["starts"][1:] - 1]
+    assert 1 <= len(documents) < 3, "those that ended by themselves"
+    assert set(ends.tolist()) == {1}
+    Path("more.npz").write_bytes(Path("answers.npz").read_bytes())
+    small = [
+        "--steps",
+        "2",
+        "--max-length",
+        "32",
+        "--batch-tokens",
+        "32",
+        "--ttt-length",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    given = [word for word in command.split() if word != "--compile"]
+    train(parse_args([*given, "--heldout", "more.npz", *small]))
+    assert json.loads(Path("DRAFT/config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
 def test_help_has_every_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,9 +23,9 @@ from specserve.tools.train.eagle3 import Eagle3Trainer
 from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
 from specserve.tools.train.level import Level, Levels
 from specserve.tools.train.loop import Loop, LoopConfig
-from specserve.tools.train.optim import build_optimizers
+from specserve.tools.train.optim import build_optimizers, rate
 from specserve.tools.train.packing import RowSampler
-from specserve.tools.train.report import CHAIN, Acceptance, measure, table
+from specserve.tools.train.report import CHAIN, Acceptance, doubts, measure, table
 from specserve.tools.train.windows import Windows
 from tests.train_models import tiny_batch, tiny_rows, tiny_target
 
@@ -80,6 +84,58 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, tmp_path: Path) ->
     assert second.step == 6
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_warm_up_takes_at_most_a_tenth_of_a_run() -> None:
+    rates = [rate("linear", step, None, step / 50) for step in range(50)]
+    assert rates[:6] == pytest.approx([0.01, 0.2 * 0.98, 0.4 * 0.96, 0.6 * 0.94, 0.8 * 0.92, 0.9])
+    long = [rate("linear", step, None, step / 10000) for step in (0, 49, 99, 5000)]
+    assert long == pytest.approx([0.01, 0.5 * 0.9951, 0.9901, 0.5])
+    assert rate("linear", 25, 100, 0.5) == pytest.approx(0.26 * 0.5), "as it was given"
+
+
+def test_the_clock_starts_after_the_first_step(tmp_path: Path) -> None:
+    """Else compilation would take the time and end the warm-up of a short run."""
+    trainer = make_trainer("eagle")
+    optimizers = build_optimizers(trainer, "adamw", 1e-2, 0.0)
+
+    def loss(batch: Any) -> Any:
+        if loop.step == 0:
+            time.sleep(1.0)
+        return trainer.loss(batch)
+
+    config = LoopConfig(output=tmp_path, time_limit=0.8, log_every=1)
+    loop = Loop(config, trainer, optimizers, loss, lambda k: tiny_batch())
+    loop.run()
+    lines = [json.loads(line) for line in loop.log_path.read_text().splitlines()]
+    assert [line["elapsed"] for line in lines[:1]] == [0]
+    assert len(lines) > 5
+    assert max(line["lr"] for line in lines) > 0.8 * 1e-2
+    assert lines[-1]["lr"] < 0.5 * 1e-2
+
+
+def test_doubts_about_a_draft() -> None:
+    guessed = Acceptance([100, 40], [40, 20], Counter({3: 20, 5: 80}))
+    assert guessed.chance == 0.8
+    assert not doubts([9.0, 5.0, 4.0], 50, None, Acceptance([100], [40], Counter(range(5))))
+    for losses, warmup, found, words in (
+        (
+            [9.0, 5.0],
+            None,
+            guessed,
+            r"no use: it guesses 0\.400 .* is right for 0\.800; train longer \(now 50 steps\)",
+        ),
+        (
+            [9.0, 8.9],
+            None,
+            Acceptance([100], [90], Counter()),
+            r"not fallen: 9\.000 at step 1, 8\.900 in the end",
+        ),
+        ([9.0, 5.0], 60, Acceptance([100], [90], Counter()), "warm-up never ended: 50 of --warmup 60 steps"),
+        ([9.0, 5.0], None, Acceptance([0], [0], Counter()), "acceptance was not measured"),
+    ):
+        (told,) = doubts(losses, 50, warmup, found)
+        assert re.search(words, told)
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:

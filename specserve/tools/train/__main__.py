@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +43,9 @@ from specserve.tools.train.vocab import draft_vocabulary, unused_token
 log = logging.getLogger("specserve.tools.train")
 # Share and maximum of a source's documents, if no held-out file is given.
 HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512
+# Options, besides those of the batch, on which the time of a step depends most.
+SIZES = ("ttt_length", "draft_vocab_size", "draft_layers", "anchors", "medusa_heads", "mlp_levels")
+BATCH_TOKENS, BATCH_TOKENS_CPU = 8192, 2048
 # Settings that a resumed run must share with the one that wrote the checkpoint, besides the data.
 FIXED = (
     *("algorithm", "max_length", "batch_tokens", "accumulate", "optimizer", "lr", "weight_decay"),
@@ -176,16 +180,18 @@ def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) 
 def write_report(
     loop: Loop, trainer: Trainer, rows: Mapping[str, Rows], output: Path, batch_rows: int, flash: bool
 ) -> None:
-    """Measure, print and save the acceptance on held-out rows."""
+    """Measure, print and save the acceptance on held-out rows. Warn of a draft that is of no use."""
     trainer.eval()
     with loop.autocast():
         results = {
             name: report.measure(trainer.unroll, packed, batch_rows, loop.device, flash)
             for name, packed in rows.items()
         }
-    results["all"] = report.total(list(results.values()))
+    results["all"] = every = report.total(list(results.values()))
     report.save(results, output / "acceptance.json")
     print(report.table(results))
+    for doubt in report.doubts(loop.losses(), loop.step, loop.config.warmup, every):
+        log.warning(doubt)
 
 
 def heldout_rows(documents: Documents, length: int, most: int, seed: int) -> Rows:
@@ -193,45 +199,59 @@ def heldout_rows(documents: Documents, length: int, most: int, seed: int) -> Row
     return Rows(packed.tokens[:most], packed.mask[:most], packed.starts[:most])
 
 
+def prepare(args: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on the device, and make the output directory. Raises ValueError if files can't
+    be written there."""
+    args.device = torch.device(args.device)
+    if args.batch_tokens is None:
+        args.batch_tokens = BATCH_TOKENS if args.device.type == "cuda" else BATCH_TOKENS_CPU
+    if args.output.resolve() == args.model_path.resolve():
+        raise ValueError(
+            f"--output: {args.output} is also --model-path, whose files the draft's would replace"
+        )
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.output) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise ValueError(f"--output: {args.output} can't be written: {error}") from None
+
+
+def pack_all(
+    args: argparse.Namespace, train: Mapping[str, Documents], aside: Mapping[str, Documents]
+) -> list[Rows]:
+    """Return the rows of each source, and log what it holds."""
+    found = []
+    for name, documents in train.items():
+        found.append(pack(documents, args.max_length, args.seed))
+        sizes = len(documents), len(documents.tokens), int(documents.mask.sum()), len(found[-1])
+        log.info(
+            "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out",
+            *(name, *sizes, len(aside.get(name, []))),
+        )
+    return found
+
+
 def train(args: argparse.Namespace) -> None:
     """Run everything: load data and target, train, export, report."""
-    device = torch.device(args.device)
+    prepare(args)
+    device = args.device
     auto = "bfloat16" if device.type == "cuda" else "float32"
     dtype = DTYPES[auto if args.dtype == "auto" else args.dtype]
     half = dtype in (torch.bfloat16, torch.float16)
     flash = device.type == "cuda" and half and not args.dense_attention
     train_documents, heldout = load_data(args)
-    rows = {name: pack(documents, args.max_length, args.seed) for name, documents in train_documents.items()}
-    for name, documents in train_documents.items():
-        learned = int(documents.mask.sum())
-        log.info(
-            "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out",
-            *(
-                name,
-                len(documents),
-                len(documents.tokens),
-                learned,
-                len(rows[name]),
-                len(heldout.get(name, [])),
-            ),
-        )
+    rows = pack_all(args, train_documents, heldout)
     target = load_target(args.model_path, dtype, device, args.max_length)
     target.requires_grad_(False)
     trainer = make_trainer(args, target, train_documents)
     batch_rows = max(1, args.batch_tokens // args.max_length)
-    loop = Loop(
-        loop_config(
-            args,
-            identity(list(train_documents.values())),
-            sum(len(r) for r in rows.values()),
-            batch_rows,
-            half,
-        ),
-        trainer,
-        build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay),
-        trainer.loss,
-        RowSampler(list(rows.values()), args.shares, batch_rows, args.seed, device, flash),
-    )
+    data = identity(list(train_documents.values()))
+    config = loop_config(args, data, sum(map(len, rows)), batch_rows, half)
+    announce(args, config, batch_rows)
+    sampler = RowSampler(rows, args.shares, batch_rows, args.seed, device, flash)
+    optimizers = build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay)
+    loop = Loop(config, trainer, optimizers, trainer.loss, sampler)
     if args.restart:
         loop.forget()
     loop.run()
@@ -241,12 +261,24 @@ def train(args: argparse.Namespace) -> None:
     print(f"the draft is in {args.output}")
 
 
+def announce(args: argparse.Namespace, config: LoopConfig, batch_rows: int) -> None:
+    """Log how long the run is, and on a CPU what makes it faster."""
+    limits = {f"{config.steps} steps": config.steps, f"{config.time_limit} s": config.time_limit}
+    ends = " or ".join(text for text, limit in limits.items() if limit)
+    tokens = batch_rows * args.max_length * args.accumulate
+    log.info("training ends after %s; a step takes %d tokens", ends, tokens)
+    if args.device.type == "cpu":
+        sizes = ["batch_tokens", "max_length", *(n for n in SIZES if args.algorithm in TAKEN_BY[n])]
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
+        log.info("on a CPU a step takes seconds to minutes, less with smaller %s", options)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_float32_matmul_precision("high")
     try:
         train(parse_args())
-    except ValueError as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -117,12 +117,14 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--time-limit",
         type=float,
-        help="seconds; the learning rate falls by the clock, so the run ends annealed",
+        help="seconds after the first step; the learning rate falls by the clock, so the run ends annealed",
     )
     group.add_argument(
         "--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut"
     )
-    group.add_argument("--batch-tokens", type=positive, default=8192, help="tokens in one forward")
+    group.add_argument(
+        "--batch-tokens", type=positive, help="tokens in one forward (default: 8192, on a CPU 2048)"
+    )
     group.add_argument("--accumulate", type=positive, default=1, help="batches per step")
     group.add_argument(
         "--optimizer",
@@ -132,7 +134,11 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--lr", type=float, default=1e-4, help="highest learning rate")
     group.add_argument("--weight-decay", type=float, default=0.0, help="of matrices")
-    group.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
+    group.add_argument(
+        "--warmup",
+        type=int,
+        help="steps in which the learning rate rises (default: 100, at most a tenth of the run)",
+    )
     group.add_argument(
         "--schedule", choices=sorted(SCHEDULES), default="cosine", help="how the learning rate falls"
     )

@@ -19,6 +19,7 @@ from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.draft.mlp_speculator import SpeculatorConfig
 from specserve.models.llama import LlamaModel
+from specserve.tools.output import replacing
 from specserve.tools.train.vocab import membership, offsets
 
 FORMATS = ("safetensors", "bin")
@@ -165,8 +166,11 @@ def write(
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous().clone()
         for name, tensor in tensors.items()
     }
-    if form == "bin":
-        torch.save(ready, path / pickled)
-    else:
-        (path / safetensors).write_bytes(save(ready, metadata={"format": "pt"}))
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    name = pickled if form == "bin" else safetensors
+    with replacing("--output", path / name) as to, to.open("wb") as file:
+        if form == "bin":
+            torch.save(ready, file)
+        else:
+            file.write(save(ready, metadata={"format": "pt"}))
+    with replacing("--output", path / "config.json") as to:
+        to.write_text(json.dumps(config, indent=2) + "\n")

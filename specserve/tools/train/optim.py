@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from specserve.layers.weights import Projection
 
 OPTIMIZERS = ("adamw", "muon")
+WARMUP, WARMUP_SHARE = 100, 0.1
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that drives singular values into about [0.7, 1.2]
 
 
@@ -125,9 +126,13 @@ def _linear(progress: float) -> float:
 SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _linear}
 
 
-def rate(schedule: str, step: int, warmup: int, progress: float) -> float:
-    """Return the factor on the learning rate: linear warm-up over ``warmup`` steps, then ``schedule`` down to 0.
+def rate(schedule: str, step: int, warmup: int | None, progress: float) -> float:
+    """Return the factor on the learning rate: a linear warm-up, then ``schedule`` down to 0.
 
-    ``progress`` is the finished share of the run, by steps or by the clock.
+    ``progress`` is the finished share of the run, by steps or by the clock. The warm-up takes ``warmup`` steps; None:
+    ``WARMUP`` steps, but at most ``WARMUP_SHARE`` of the run.
     """
-    return min(1.0, (step + 1) / max(1, warmup)) * SCHEDULES[schedule](min(1.0, progress))
+    risen = (step + 1) / max(1, WARMUP if warmup is None else warmup)
+    if warmup is None:
+        risen = max(risen, progress / WARMUP_SHARE)
+    return min(1.0, risen) * SCHEDULES[schedule](min(1.0, progress))
