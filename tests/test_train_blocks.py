@@ -72,12 +72,13 @@ def test_what_is_trained_is_what_the_file_drafts(
     finally:
         torch.set_default_dtype(torch.float32)
     assert isinstance(trainer, BlockTrainer)
+    trainer.sizes.size_KH.copy_(torch.rand_like(trainer.sizes.size_KH) + 0.5)
+    batch = tiny_batch(24)
+    levels = trainer.unroll(batch, 9).levels
     args.export_dtype = "float64"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(write_draft.__globals__["DTYPES"], "float64", torch.float64)
         write_draft(args, trainer, target)
-    batch = tiny_batch(24)
-    levels = trainer.unroll(batch, 9).levels
     assert len(levels) == (3 if kind == "DFLASH" else 4)
     anchored = draw_anchors(batch, 6, len(levels), training=False)
     document_T = batch.packing.documents(len(batch.tokens_T))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -18,16 +19,18 @@ from specserve.layers.decoder import RMSNorm
 from specserve.models.checkpoint import load_parameters
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train import export
+from specserve.tools.train.block import BlockTrainer
 from specserve.tools.train.eagle import EagleTrainer
 from specserve.tools.train.eagle3 import Eagle3Trainer
-from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.tools.train.heads import HeadOptions, make_block, make_eagle, make_eagle3
 from specserve.tools.train.level import Level, Levels
 from specserve.tools.train.loop import Loop, LoopConfig
 from specserve.tools.train.optim import build_optimizers, rate
 from specserve.tools.train.packing import RowSampler
 from specserve.tools.train.report import CHAIN, Acceptance, doubts, measure, table
+from specserve.tools.train.target import run_target
 from specserve.tools.train.windows import Windows
-from tests.train_models import tiny_batch, tiny_rows, tiny_target
+from tests.train_models import opened_batch, outlying_target, tiny_batch, tiny_rows, tiny_target
 
 TAPS = (0, 2, 4)
 IDS = torch.arange(0, 40, 2)
@@ -65,6 +68,25 @@ def test_the_loss_falls(kind: str, optimizer: str) -> None:
         matches.append(float(metrics["match_1"]))
     assert losses[-1] < 0.85 * losses[0]
     assert matches[-1] > matches[0] + 0.1
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "block"])
+def test_a_fresh_draft_is_as_unsure_as_chance(kind: str) -> None:
+    target, batch = outlying_target(), opened_batch()
+    torch.manual_seed(0)
+    trainer: EagleTrainer | Eagle3Trainer | BlockTrainer
+    if kind == "eagle":
+        trainer = EagleTrainer(target, make_eagle(target, HeadOptions(), 64), 3, 0.8, 0.0, 1.0)
+    elif kind == "eagle3":
+        draft = make_eagle3(target, HeadOptions(taps=TAPS), 64, IDS)
+        trainer = Eagle3Trainer(target, draft, IDS, 7, 0.8)
+    else:
+        block = make_block(target, HeadOptions(taps=(1, 3)), 64, layers=2, block_size=4, mask_id=39)
+        trainer = BlockTrainer(target, block, 8, 0.8, 1.0)
+    _, metrics = trainer.loss(batch)
+    chance = math.log(len(IDS) if kind == "eagle3" else 40)
+    losses = [float(metrics[f"loss_{i + 1}"]) for i in range(3)]
+    assert max(losses) < chance + 2.5, "drafts that are sure of random tokens begin at 13 to 36"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,6 +158,22 @@ def test_doubts_about_a_draft() -> None:
     ):
         (told,) = doubts(losses, 50, warmup, found)
         assert re.search(words, told)
+
+
+def test_sizes_are_those_of_most_tokens_and_go_into_the_file() -> None:
+    target, batch = outlying_target(), opened_batch()
+    draft = make_eagle3(target, HeadOptions(taps=TAPS), 64, IDS)
+    trainer = Eagle3Trainer(target, draft, IDS, 7, 0.8)
+    trainer.sizes.measure(target, batch, TAPS)
+    _, tapped = run_target(target, batch, TAPS)
+    for x_TH in trainer.sizes(tapped):
+        size_H = x_TH[batch.mask_T].abs().median(0).values
+        assert float(size_H.max()) < 1
+        assert float(size_H.median()) > 0.5
+    before = draft.fuse(tapped[0], trainer.sizes(tapped))
+    trainer.sizes.fold(draft.get_submodule("fc"))
+    torch.testing.assert_close(draft.fuse(tapped[0], tapped), before, rtol=1e-3, atol=1e-3)
+    assert trainer.sizes(tapped)[0].equal(tapped[0])
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -45,6 +47,26 @@ def tiny_target(dtype: torch.dtype = torch.float32, tied: bool = False) -> Llama
         for parameter in model.parameters():
             parameter.mul_(3.0 if parameter.ndim == 2 else 1.0)
     return model.requires_grad_(False)
+
+
+def outlying_target() -> LlamaModel:
+    """A target as many real ones are: a head much like the embedding, states that are a thousand times larger at the
+    documents' first token, 0, and a channel that is a hundred times larger than others."""
+    model = tiny_target()
+    with torch.no_grad():
+        model.lm_head.rows(None)[0].copy_(model.embed_tokens.weight)
+        model.embed_tokens.weight[0].mul_(1000)
+        model.layers[0].get_parameter("mlp.down_proj.weight")[5].mul_(100)
+    return model
+
+
+def opened_batch(row_length: int = 16) -> Batch:
+    """Documents that begin with token 0, which occurs nowhere else."""
+    documents = tiny_documents()
+    tokens = np.maximum(documents.tokens, 1)
+    tokens[documents.starts[:-1]] = 0
+    rows = pack(replace(documents, tokens=tokens), row_length, seed=0)
+    return make_batch([(rows, np.arange(len(rows)))], torch.device("cpu"), flash=False)
 
 
 def tiny_documents(lengths: tuple[int, ...] = (9, 14, 5, 20, 7), vocab: int = VOCAB) -> Documents:

@@ -158,6 +158,8 @@ def loop_config(args: argparse.Namespace, data: str, rows: int, batch_rows: int,
 def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) -> None:
     """Export the draft in its published format."""
     dtype, draft = DTYPES[args.export_dtype], trainer.draft
+    if isinstance(trainer, Eagle3Trainer | BlockTrainer):
+        trainer.sizes.fold(trainer.draft.get_submodule("fc"))
     if isinstance(draft, MedusaHeads):
         export.write_medusa(draft, args.model_path, args.output, dtype, args.format)
         return
@@ -250,6 +252,8 @@ def train(args: argparse.Namespace) -> None:
     config = loop_config(args, data, sum(map(len, rows)), batch_rows, half)
     announce(args, config, batch_rows)
     sampler = RowSampler(rows, args.shares, batch_rows, args.seed, device, flash)
+    if isinstance(trainer, Eagle3Trainer | BlockTrainer):
+        trainer.sizes.measure(target, sampler(0), trainer.draft.config.taps)
     optimizers = build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay)
     loop = Loop(config, trainer, optimizers, trainer.loss, sampler)
     if args.restart:

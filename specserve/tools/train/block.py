@@ -22,7 +22,7 @@ from specserve.tools.train.attend import BlockAttend
 from specserve.tools.train.level import Level, Levels
 from specserve.tools.train.loop import Metrics
 from specserve.tools.train.packing import Batch
-from specserve.tools.train.target import run_target
+from specserve.tools.train.target import TapSizes, run_target
 from specserve.tools.train.windows import masked_mean, soft_cross_entropy
 
 
@@ -78,6 +78,7 @@ class BlockTrainer(nn.Module):
         super().__init__()
         self._target = (target,)
         self.draft, self.decay = draft, decay
+        self.sizes = TapSizes(len(draft.config.taps), target)
         self.levels, self._anchors, self._ce_weight = draft.config.levels, anchors, ce_weight
 
     def unroll(self, batch: Batch, levels: int) -> Levels:
@@ -86,7 +87,7 @@ class BlockTrainer(nn.Module):
         levels = min(levels, config.levels)
         hidden_TH, tapped = run_target(target, batch, config.taps)
         anchored = draw_anchors(batch, self._anchors, levels, self.training)
-        states_XLH = self._blocks(batch, anchored, tapped)
+        states_XLH = self._blocks(batch, anchored, self.sizes(tapped))
         memory_XR: Tensor | None = None
         found = []
         for i in range(levels):

@@ -14,7 +14,7 @@ from specserve.tools.train.attend import TestTimeAttend
 from specserve.tools.train.level import Level, Levels
 from specserve.tools.train.loop import Metrics
 from specserve.tools.train.packing import Batch
-from specserve.tools.train.target import run_target
+from specserve.tools.train.target import TapSizes, run_target
 from specserve.tools.train.vocab import membership
 from specserve.tools.train.windows import Windows, masked_mean, soft_cross_entropy
 
@@ -33,6 +33,7 @@ class Eagle3Trainer(nn.Module):
         super().__init__()
         self._target = (target,)
         self.draft, self.levels, self.decay = draft, levels, decay
+        self.sizes = TapSizes(len(draft.config.taps), target)
         self.register_buffer("draft_ids", draft_ids)
         self.register_buffer("inside", membership(draft_ids, target.config.vocab_size))
         self.draft_ids: Tensor
@@ -47,7 +48,7 @@ class Eagle3Trainer(nn.Module):
             greedy_T = logits_TV.argmax(-1)
             probs_TV = torch.softmax(logits_TV[:, self.draft_ids].float(), dim=-1)
         windows, attend = Windows(batch), TestTimeAttend(batch.packing)
-        features_TH = self.draft.fuse(hidden_TH, tapped)
+        features_TH = self.draft.fuse(hidden_TH, self.sizes(tapped))
         found = []
         for i in range(levels):
             features_TH = self.draft(windows.inputs(i), features_TH, batch.positions_T + i, attend)

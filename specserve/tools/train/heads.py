@@ -61,26 +61,40 @@ def draft_config(
     )
 
 
+def spread(rows_VH: Tensor) -> Tensor:
+    """Return the deviation among the scores that output rows give to a state of random direction and size 1 (root mean
+    square). It is 4 to 6 for many targets, so a fresh draft would be sure of random tokens."""
+    deviation: Tensor = torch.linalg.vector_norm(rows_VH, dim=1).median()
+    return deviation
+
+
+@torch.no_grad()
 def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> EagleHead:
-    """Return a random EAGLE head on the target's device, in float32."""
+    """Return a random EAGLE head on the target's device, in float32. ``fc`` starts such that embedding and feature
+    count alike and scores have a deviation of about 1."""
     config = draft_config(target.config, options, 1, target.config.vocab_size)
     with target.device:
-        return EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
+        head = EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
+    embedding, feature = spread(target.embed_tokens.weight), target.norm.weight.norm()
+    size = spread(target.lm_head.rows(None)[0]) * (3 * config.layer.hidden_size) ** -0.5
+    for columns, of in zip(head.fc.get_parameter("weight").chunk(2, 1), (embedding, feature), strict=True):
+        columns.div_(of * size)
+    return head
 
 
 @torch.no_grad()
 def make_eagle3(
     target: LlamaModel, options: HeadOptions, max_positions: int, draft_ids: Tensor
 ) -> Eagle3Head:
-    """Return an EAGLE-3 head on the target's device, in float32. Norm and head start as the target's, the rest
-    random."""
+    """Return an EAGLE-3 head on the target's device, in float32. Its output head starts as the target's, times the
+    target's norm, with scores of deviation 1; the rest starts random."""
     taps = options.taps or default_taps(target.config.num_layers)
     check_taps(taps, target.config.num_layers)
     config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)
     with target.device:
         head = Eagle3Head(config, 0, max_positions, target.embed_tokens)
-    head.norm.weight.copy_(target.norm.weight)
-    head.lm_head.rows(None)[0].copy_(target.lm_head.rows(draft_ids)[0])
+    rows_VH = target.lm_head.rows(draft_ids)[0] * target.norm.weight
+    head.lm_head.rows(None)[0].copy_(rows_VH / spread(rows_VH))
     return head
 
 
@@ -97,7 +111,8 @@ def make_block(
     rank: int = 0,
 ) -> BlockHead:
     """Return a DFlash draft, or with ``markov`` a DSpark draft with a confidence head, on the target's device in
-    float32. The norm starts as the target's, the Markov head's output as 0, the rest random."""
+    float32. The norm starts as the target's, with scores of deviation 1, the Markov head's output as 0, the rest
+    random."""
     base = draft_config(target.config, options, 1, target.config.vocab_size)
     taps = options.taps or default_block_taps(target.config.num_layers)
     check_block_taps(taps, target.config.num_layers)
@@ -117,7 +132,8 @@ def make_block(
     )
     with target.device:
         head = BlockHead(config, 0, max_positions, target)
-    head.norm.weight.copy_(target.norm.weight)
+    norm = target.norm.weight
+    head.norm.weight.copy_(norm / spread(target.lm_head.rows(None)[0] * norm))
     if markov is not None:
         head.markov_head.markov_w2.weight.zero_()
     return head

@@ -1,18 +1,22 @@
 """Run the frozen target that a draft learns from.
 
-Shapes: T tokens of all rows flattened, H hidden size, V vocabulary.
+Shapes: T tokens of all rows flattened, H hidden size, V vocabulary, K taps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
 from specserve.models.draft.block_source import default_ids
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import CausalAttend
 from specserve.tools.train.packing import Batch
+
+NORMAL_MEDIAN = 0.6745  # of the absolute value of a normal variable of deviation 1
 
 
 @torch.no_grad()
@@ -23,6 +27,39 @@ def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[
         tokens = TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
         hidden_TH, tapped = model(tokens)
     return hidden_TH, tapped
+
+
+class TapSizes(nn.Module):
+    """Divides each channel of the target's states at taps by its usual size. ``fold`` makes that a part of ``fc``.
+
+    States grow from layer to layer. In many targets, a few channels are far larger than all others, and the states of
+    a few tokens, mostly the first, are a hundred times larger than the rest. A size is therefore a median over tokens.
+    """
+
+    size_KH: Tensor
+
+    def __init__(self, taps: int, target: LlamaModel) -> None:
+        super().__init__()
+        self.register_buffer("size_KH", torch.ones(taps, target.config.hidden_size, device=target.device))
+
+    @torch.no_grad()
+    def measure(self, model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> None:
+        """Take the sizes of a batch's learned tokens, or of all if there is none. Channels smaller than most are left
+        as small as they are."""
+        _, tapped = run_target(model, batch, taps)
+        chosen_T = batch.mask_T | ~batch.mask_T.any()
+        for size_H, x_TH in zip(self.size_KH, tapped, strict=True):
+            size_H.copy_(x_TH[chosen_T].float().abs().median(0).values / NORMAL_MEDIAN)
+            size_H.clamp_(min=size_H.median())
+
+    def forward(self, tapped: Sequence[Tensor]) -> list[Tensor]:
+        return [x_TH / size_H.to(x_TH.dtype) for x_TH, size_H in zip(tapped, self.size_KH, strict=True)]
+
+    @torch.no_grad()
+    def fold(self, fc: nn.Module) -> None:
+        """Scale the columns of ``fc`` so that it reads the target's own states."""
+        fc.get_parameter("weight").div_(self.size_KH.flatten())
+        self.size_KH.fill_(1)
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
