@@ -23,6 +23,7 @@ from tests.engines import (
     Drafted,
     answer_all,
     answer_one,
+    context_of,
     make_scheduler,
     priced,
     record_drafts,
@@ -183,6 +184,18 @@ def test_the_controller_drafts_where_nodes_are_cheap(
     assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
     assert (answer.usage.steps < 120) == drafts
     assert (answer.usage.drafted > 2 * 55) == drafts
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 3, 3), Sizes(2, 3, 3), Sizes(7, 5, 7)], ids=str)
+def test_padding_s_row_drafts_tokens_alone(sizes: Sizes, agreeing: Checkpoints) -> None:
+    """While steps are measured. An n-gram with something else than tokens never matches."""
+    scheduler = make_scheduler(agreeing.target, speculative_algorithm="LOOKAHEAD", **flags(sizes))
+    assert scheduler.policy.cost is not None, "steps were measured"
+    answer_all(scheduler, [(PROMPT, GREEDY)] * 3)
+    table = context_of(scheduler).state.lookahead
+    assert table is not None
+    gram_XN = table.ngrams_RNP.transpose(1, 2).flatten(0, 1)
+    assert (gram_XN[gram_XN[:, 0] >= 0] >= 0).all()
 
 
 def test_shapes_of_large_batches_have_fewer_nodes() -> None:

@@ -126,6 +126,8 @@ class LookaheadDrafter(NgramDrafter):
             live_BX = torch.cat([done_B1.expand_as(next_BW), live_BX], 1)
         number_BX = table.added_R[rows_B][:, None] + live_BX.cumsum(1)
         row_BX = rows_B[:, None].where(live_BX, context.state.dummy)
+        # Padding's row gets the others. They must begin with no token: while steps are measured, it drafts as well.
+        gram_BXN = gram_BXN.where(live_BX[..., None], -1)
         table.ngrams_RNP[row_BX, :, (number_BX - 1) % NGRAMS] = gram_BXN.int()
         table.added_R[rows_B] = number_BX[:, -1]
         return None
