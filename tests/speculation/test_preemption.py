@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
 import msgspec
 import pytest
 import torch
+from specserve_kernels import Pool
 
 from specserve.core import SamplingParams, Speculation
 from specserve.engine.commands import Admit
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.context import Context, View
+from specserve.speculation.shape import StepShape
 from specserve.speculation.state import RowInit
 from tests.engines import Checkpoints, Client, answer_all, answer_one, context_of, make_scheduler, requests_of
 
@@ -229,3 +237,36 @@ def test_the_highest_priority_gives_its_pages_up(agreeing: Checkpoints) -> None:
     client.run()
     expected = [answer_one(make_scheduler(agreeing.target), prompt, PENALISED).tokens for prompt in PROMPTS]
     assert [client.answers[str(index)].tokens for index in range(4)] == expected
+
+
+@contextmanager
+def entries_drafted(scheduler: Scheduler) -> Iterator[set[int]]:
+    """Where proposing changes entries of a lone request's own pages of one token: positions from the root's on."""
+    context = context_of(scheduler)
+    layers, drafter = context.pool.layers[len(context.pool.config.target) :], type(context.drafter)
+    propose, found = drafter.propose, set[int]()
+
+    def watched(self: Any, context: Context, view: View, *rest: Any) -> Pool:
+        before = [layer.clone() for layer in layers]
+        pool: Pool = propose(self, context, view, *rest)
+        pages, start = view.slots.pages_BM[0].tolist(), int(view.slots.length_B[0])
+        for old, new in zip(before, layers, strict=True):
+            changed = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
+            found.update(pages.index(page) - start for page in changed if page)  # page 0 is padding's
+        return pool
+
+    with patch.object(drafter, "propose", watched):
+        yield found
+
+
+def test_drafts_have_room_for_what_they_write(agreeing: Checkpoints) -> None:
+    """With many candidates a level and few nodes, a draft's entries alone decide how much a step reserves. One that has
+    no page would be written to padding's."""
+    shape, farthest = StepShape(1, 3, 3, 5), {}
+    for method in agreeing.drafts:
+        scheduler = agreeing.scheduler(method, (3, 5, 3), page_size=1)
+        with entries_drafted(scheduler) as found:
+            answer_one(scheduler, PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))
+        farthest[method] = max(found, default=-1) + 1
+        assert farthest[method] == context_of(scheduler).drafter.scratch(shape) <= shape.reserve, method
+    assert farthest["EAGLE"] == farthest["STANDALONE"] == shape.reserve == 1 + 2 * 5
