@@ -17,9 +17,12 @@ Tokens = tuple[int, ...]
 
 
 def random_tokens(rng: random.Random, page_size: int) -> Tokens:
-    """Few distinct pages, so that sequences share beginnings and part anywhere, and some end within a page."""
-    pages = [tuple([rng.randint(0, 2)] * page_size) for _ in range(rng.randint(0, 6))]
-    return (*(token for page in pages for token in page), *([9] * rng.randint(0, page_size - 1)))
+    """Few distinct pages, which differ in one token, so that sequences share beginnings and part anywhere, and some end
+    within a page."""
+    tokens = [0] * page_size * rng.randint(0, 6)
+    for start in range(0, len(tokens), page_size):
+        tokens[start + rng.choice((0, page_size // 2, page_size - 1))] = rng.randint(0, 2)
+    return (*tokens, *([9] * rng.randint(0, page_size - 1)))
 
 
 @dataclass
