@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.config.paths import resolve_paths
+from specserve.engine.memory import DeviceMemory
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.read_config import load_model_config
 from specserve.process.worker import build_scheduler
@@ -36,6 +37,7 @@ from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
+SMALL = DeviceMemory(2**16, 2**16)
 FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
 
 
@@ -141,7 +143,7 @@ def test_what_rounding_loses(pair: Checkpoints, tmp_path: Path, capsys: pytest.C
     assert found["plain"] == pytest.approx(plain)
     assert found["found"] != pytest.approx(plain, rel=1e-4)
     assert f"{plain:.4f} without --quantization int4" in Report(perplexity=Perplexity(**found)).text()
-    with patch("specserve.tools.check.perplexity.device_memory", return_value=2**16):
+    with patch("specserve.tools.check.perplexity.device_memory", return_value=SMALL):
         code, report = check(capsys, pair.target, pair.eagle, *flags, "--quantization", "int4")
     assert (code, report["perplexity"]["plain"]) == (0, None)
     assert report["perplexity"]["found"] == pytest.approx(found["found"], rel=0.1)
@@ -340,7 +342,7 @@ def test_a_draft_of_several_layers(
 def test_a_model_that_does_not_fit(
     pair: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specserve.tools.check.mismatches.device_memory", lambda _: 2**16)
+    monkeypatch.setattr("specserve.tools.check.mismatches.device_memory", lambda _: SMALL)
     code, report = check(capsys, pair.target, pair.eagle, "--no-run")
     assert code == 1
     assert "cpu has 0.0 GiB" in report["problems"][0]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.lossless import Models, make_items, run_matrix
 from benchmarks.pairwise import pairwise
-from specserve.config import make_settings
+from specserve.config import Settings, make_settings
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
 from specserve.layers.formats import stored
@@ -778,11 +778,16 @@ def test_a_flag_that_says_what_the_checkpoint_is(
         resolve_engine(replace(settings, model_path=str(plain)))
 
 
+def settings_of(model: Path, dtype: str) -> Settings:
+    given: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_total_tokens": 64}
+    return make_settings(model_path=str(model), dtype=dtype, **given)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_memory_that_weights_take(plain: Path, tmp_path: Path, device: str) -> None:
     """On a GPU a byte a number, in steps of 128 inputs, and four for a scale: of a block, or of each output of one
     in which a part ends."""
-    given = make_settings(model_path=str(plain), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    given = settings_of(plain, "float32")
     path = quantize(plain, tmp_path / "target", "fp8 blocks")
     before, found = (
         expected_memory(
@@ -797,7 +802,7 @@ def test_the_memory_that_weights_take(plain: Path, tmp_path: Path, device: str) 
 
 def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
     """Half a byte a number, in steps of 64 inputs, words of two groups' scales and of four groups' zero points."""
-    given = make_settings(model_path=str(plain), device="cpu", dtype="bfloat16", skip_tokenizer_init=True)
+    given = settings_of(plain, "bfloat16")
     path = quantize(plain, tmp_path / "target", "awq")
     before, found = (
         expected_memory(

@@ -120,7 +120,12 @@ def test_loading_holds_one_projection_a_thread_in_two_forms(tmp_path: Path, kind
         if kind in DIALECTS:
             path = quantize(path, tmp_path / f"quantized {layers}", kind)
         given = make_settings(
-            model_path=str(path), device="cpu", dtype="bfloat16", skip_tokenizer_init=True, **rounding
+            model_path=str(path),
+            device="cpu",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_total_tokens=64,
+            **rounding,
         )
         config = resolve_engine(given)[2]
         expected = expected_memory(replace(config, device="cuda"))

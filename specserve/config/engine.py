@@ -48,7 +48,7 @@ class EngineConfig:
     """The configuration of an engine. ``cores``: number of cores that it may use.
 
     None has a meaning in some fields. ``cpu_threads``: the fastest number up to ``cores``, as measured.
-    ``max_total_tokens``: what fits into ``mem_fraction_static`` of the device. ``largest_graph`` (the largest batch
+    ``max_total_tokens``: what ``mem_fraction_static`` allows. ``largest_graph`` (the largest batch
     with a CUDA graph): no graphs. ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or, if
     ``adaptive``, the controller's choice. ``request_defaults``: sampling parameters of requests that
     don't set them; the front applies them.

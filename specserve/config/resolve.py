@@ -174,21 +174,14 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
 
 
 def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    given, context = settings.max_total_tokens, settings.context_length
-    assert context is not None
-    if given is not None and given < settings.page_size:
+    given = settings.max_total_tokens
+    if given is None:
+        return settings
+    if given < settings.page_size:
         raise ValueError(
             f"--max-total-tokens: must be at least a page of {settings.page_size} tokens, found {given}"
         )
-    on_cpu = settings.device == "cpu"
-    if given is None and not on_cpu:
-        return settings
-    why = f"{' on cpu' if on_cpu else ''}: max_total_tokens sizes the KV pool"
-    settings = settings.without(["mem_fraction_static"], why, notes)
-    if given is not None:
-        return settings
-    why = "the device is cpu, the larger of 65536 and 4 contexts"
-    return settings.choose("max_total_tokens", max(4 * context, 65536), why, notes)
+    return settings.without(["mem_fraction_static"], ": max_total_tokens sizes the KV pool", notes)
 
 
 def _graphs(settings: Settings, notes: Notes) -> Settings:

@@ -261,14 +261,15 @@ class Settings:
     )
     max_total_tokens: int | None = setting(
         None,
-        "Tokens that the KV pool holds. Default: on cpu the larger of 65536 and 4 contexts; on cuda what fits into "
-        "mem_fraction_static.",
+        "Tokens that the KV pool holds. Default: what mem_fraction_static allows, on cpu at most the larger of 65536 "
+        "and 4 contexts.",
         group=ENGINE,
         low=1,
     )
     mem_fraction_static: float = setting(
         0.85,
-        "Share of the GPU's memory for weights and KV pool.",
+        "Share of the GPU's memory for weights and KV pool. On a CPU: of the memory that is free once the weights are "
+        "loaded, within the container's limit, for the pool alone.",
         group=ENGINE,
         aliases=("mem_fraction",),
         low=0.01,

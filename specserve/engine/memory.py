@@ -1,12 +1,94 @@
-"""The size of the KV pool."""
+"""The memory that this process may use, and the size of the KV pool.
+
+A pool is planned, never probed: a CPU's memory is handed out when it is first written, so a pool that is too large
+would be made without an error, and the process killed once the pool is full.
+"""
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from specserve.kv.pool import PoolConfig
+
+log = logging.getLogger(__name__)
+
+LEAST_TOKENS, CONTEXTS = 65536, 4
+"""Default size of a CPU's pool, whichever is larger, if it fits: tokens, and whole contexts."""
+_GROUPS = {
+    "v1": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "v2": ("", "memory.max", "memory.current"),
+}
+"""By version of control groups: the folder below the mount, and a group's files of limit and use."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device that this process may use, and how many of them are free."""
+
+    total: int
+    free: int
+
+
+def host_memory(root: Path = Path("/")) -> DeviceMemory:
+    """Return the machine's memory, limited by the control groups (v1 and v2) that this process is in. File caches count
+    as free. Where the kernel does not tell what is free, half of the memory counts, less what this process holds."""
+    try:
+        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+        kibibytes = {name: int(value) for name, value, *_ in lines}
+        found = [DeviceMemory(kibibytes["MemTotal:"] * 1024, kibibytes["MemAvailable:"] * 1024)]
+    except (OSError, ValueError, KeyError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        found = [DeviceMemory(total, total // 2 - held)]
+    found += _groups(root)
+    return DeviceMemory(min(each.total for each in found), max(0, min(each.free for each in found)))
+
+
+def _groups(root: Path) -> Iterator[DeviceMemory]:
+    """Yield the limits of this process's control groups: each applies, from its own to the outermost."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, limit, use = _GROUPS["v1" if controllers else "v2"]
+        inside = PurePosixPath(own.lstrip("/"))
+        for path in (inside, *inside.parents):
+            group = root / "sys/fs/cgroup" / mount / path
+            if (found := _limit(group, limit, use)) is not None:
+                yield found
+
+
+def _limit(group: Path, limit: str, use: str) -> DeviceMemory | None:
+    """Return the limit of one control group. None: it has none, or is not in the part of the tree that a container
+    sees."""
+    try:
+        total, used = (int((group / name).read_text()) for name in (limit, use))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = (counts.get(f"total_{name}", counts[name]) for name in ("inactive_file", "active_file"))
+        return DeviceMemory(total, total - used + sum(map(int, cached)))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def device_memory(device: str) -> DeviceMemory:
+    """Return the memory of ``cuda``, in use or not, or of ``cpu``."""
+    if device == "cpu":
+        return host_memory()
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(total, free)
 
 
 def return_memory() -> None:
@@ -17,21 +99,50 @@ def return_memory() -> None:
 
 
 def pool_pages(
-    config: PoolConfig, max_total_tokens: int | None, mem_fraction: float, device: torch.device
+    config: PoolConfig,
+    max_total_tokens: int | None,
+    mem_fraction: float,
+    device: torch.device,
+    context_length: int,
 ) -> int:
     """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens``, or what
-    ``mem_fraction`` of the GPU's memory leaves next to the weights already on it. Raises ValueError when nothing is
-    left."""
+    ``mem_fraction`` of a GPU's memory leaves next to the weights already on it, or on a CPU ``host_tokens``. Raises
+    ValueError for more than a CPU's memory, and when nothing is left."""
+    size = config.page_size
     if max_total_tokens is not None:
-        return -(-max_total_tokens // config.page_size) + 1
-    assert device.type == "cuda", "without a GPU the settings name max_total_tokens"
+        pages = -(-max_total_tokens // size) + 1
+        if device.type == "cpu":
+            _check_given(pages * config.page_bytes, max_total_tokens)
+        return pages
     return_memory()  # temporary buffers of loading and quantization
-    free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * mem_fraction) - (total - free)
-    pages = budget // config.page_bytes
+    memory = device_memory(device.type)
+    if device.type == "cpu":
+        tokens, why = host_tokens(memory.free, mem_fraction, config.page_bytes / size, context_length)
+        pages = -(-tokens // size) + 1
+        log.info("max_total_tokens = %d: %s", (pages - 1) * size, why)
+    else:
+        pages = (int(memory.total * mem_fraction) - (memory.total - memory.free)) // config.page_bytes
     if pages < 2:
         raise ValueError(
-            f"mem_fraction_static {mem_fraction} of {total / 2**30:.1f} GiB leaves no room for a KV pool next to the "
-            f"{(total - free) / 2**30:.1f} GiB already used; raise it, or set max_total_tokens"
+            f"--mem-fraction-static {mem_fraction}: {memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are "
+            f"free next to the weights, which leaves no room for a KV pool; raise it, or use a smaller --dtype or model"
         )
     return pages
+
+
+def host_tokens(free: int, fraction: float, token_bytes: float, context_length: int) -> tuple[int, str]:
+    """Return how many tokens a CPU's pool holds by default, with ``free`` bytes next to the weights, and why."""
+    wanted, fit = max(CONTEXTS * context_length, LEAST_TOKENS), int(free * fraction / token_bytes)
+    if wanted <= fit:
+        return wanted, f"the device is cpu, the larger of {LEAST_TOKENS} and {CONTEXTS} contexts"
+    return fit, f"what {fraction} of the {free / 2**30:.2f} GiB that are free next to the weights hold"
+
+
+def _check_given(wanted: int, tokens: int) -> None:
+    """Raise ValueError for a pool that is larger than the memory, and warn of one that is larger than what is free."""
+    memory = host_memory()
+    words = f"--max-total-tokens: a KV pool of {tokens} tokens takes {wanted / 2**30:.1f} GiB"
+    if wanted > memory.total:
+        raise ValueError(f"{words}, more than the cpu has; expected fewer tokens")
+    if wanted > memory.free:
+        log.warning("%s, and %.1f are free: the engine may be killed", words, memory.free / 2**30)

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specserve.kv.spec import KVSpec
+from specserve.kv.spec import KVSpec, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ class KVPool:
         groups = [*self.target_groups, *allocate(config.draft)]
         self.layers: list[Tensor] = [layer for group in groups for layer in group.unbind(0)]
         self.scales = [spec.scales for spec in (*config.target, *config.draft)]
-        self.page_feature = torch.zeros(num_pages, config.feature_size, dtype=config.dtype, device=device)
-        self.token_feature = torch.zeros(
-            num_pages, config.page_size, config.token_feature_size, dtype=config.dtype, device=device
-        )
+        self.page_feature = zeros((num_pages, config.feature_size), config.dtype, device)
+        tokens = num_pages, config.page_size
+        self.token_feature = zeros((*tokens, config.token_feature_size), config.dtype, device)

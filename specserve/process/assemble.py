@@ -287,7 +287,10 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
-    pages = pool_pages(pool_config, config.max_total_tokens, config.mem_fraction_static, device)
+    longest, fraction = config.context_length, config.mem_fraction_static
+    pages = pool_pages(pool_config, config.max_total_tokens, fraction, device, longest)
+    if config.max_total_tokens is None:
+        check_context(config, (pages - 1) * config.page_size)
     phase.enter("making the KV pool")
     attention = _attention(config, pool_config)
     state = DecodeState(
@@ -338,13 +341,25 @@ def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
     return -(-(config.context_length + plan.margin) // config.page_size) * config.page_size
 
 
+def check_context(config: EngineConfig, held: int) -> None:
+    """Warn that a pool of ``held`` tokens, sized by the memory there is, holds no whole context. Raises ValueError if
+    the context was chosen, that is, is shorter than the model's."""
+    wanted, (longest, _) = config.context_length, config.model.longest_context
+    if wanted <= held:
+        return
+    words = f"--context-length: the memory that is free next to the weights holds {held} tokens of KV cache"
+    if wanted < longest:
+        raise ValueError(f"{words}, expected at most that, found {wanted}")
+    log.warning("%s, fewer than the model's %d: longer requests are refused", words, wanted)
+
+
 def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
     """Create the pool. Raises ValueError if the device has too little memory."""
     begin = time.perf_counter()
     tokens, size = pages * config.page_size, pages * config.page_bytes / 2**30
     try:
         pool = KVPool(config, pages, device)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(

@@ -270,14 +270,14 @@ def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch)
     found, notes = resolve(resolve_paths(Settings(model_path=model))[0], LLAMA)
     expected = {
         "device": "cpu", "dtype": "float32", "attention_backend": "torch", "context_length": 2048,
-        "watchdog_timeout": 3000, "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536,
+        "watchdog_timeout": 3000, "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": None,
         "page_size": 16,
         "overlap_schedule": "off", "served_model_name": ("m",), "tokenizer_path": model,
         "speculative_num_steps": None,
     }  # fmt: skip
     assert {name: getattr(found, name) for name in expected} == expected
     assert found.random_seed is not None
-    for name in ("device", "dtype", "context_length", "max_total_tokens", "random_seed"):
+    for name in ("device", "dtype", "context_length", "random_seed"):
         assert any(note.startswith(f"{name} = {getattr(found, name)}: ") for note in notes), name
     assert resolve(found, LLAMA) == (found, []), "resolving twice changes nothing"
 
@@ -472,7 +472,8 @@ def test_sampling_values_that_no_request_may_have(fields: dict[str, Any], words:
 def test_flags_without_effect_are_noted(model: str) -> None:
     given = load(
         f"--model {model} --cuda-graph-max-bs 4 --speculative-num-steps 3 --device cpu --mem-fraction 0.6 "
-        "--enable-torch-compile --torch-compile-max-bs 2 --tp 1 --speculative-accept-threshold-acc 1"
+        "--enable-torch-compile --torch-compile-max-bs 2 --tp 1 --speculative-accept-threshold-acc 1 "
+        "--max-total-tokens 4096"
     )
     found, notes = resolve(given, LLAMA)
     for flag in (

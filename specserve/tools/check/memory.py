@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specserve.config.engine import EngineConfig
+from specserve.engine.memory import device_memory, host_tokens
 from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
@@ -56,8 +56,7 @@ def expected_memory(config: EngineConfig) -> Memory:
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
     found, tokens = _memory_of(context), config.max_total_tokens
     if tokens is None:
-        room = config.mem_fraction_static * device_memory(config.device) - found.weights - found.draft
-        tokens = max(0, int(room / found.kv_per_token))
+        tokens = _pool_tokens(config, found)
     return replace(
         found,
         device=config.device,
@@ -112,11 +111,13 @@ def _has_data(each: object) -> bool:
     return isinstance(each, Tensor) and each.layout == torch.strided
 
 
-def device_memory(device: str) -> int:
-    """Return the total memory of a device in bytes, in use or not."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _pool_tokens(config: EngineConfig, found: Memory) -> int:
+    """Return how many tokens the pool will hold. Nothing else is on a GPU yet."""
+    memory = device_memory(config.device)
+    weights, token, fraction = found.weights + found.draft, found.kv_per_token, config.mem_fraction_static
+    if config.device == "cpu":
+        return host_tokens(max(0, memory.free - weights), fraction, token, config.context_length)[0]
+    return max(0, int((fraction * memory.total - weights) / token))
 
 
 def _assemble_shapes(config: EngineConfig) -> Context:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from specserve.config.engine import DraftSettings, EngineConfig
+from specserve.engine.memory import device_memory
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.config import ModelConfig
 from specserve.models.draft.fields import FLAG, KINDS, parse_overrides
 from specserve.models.draft.reader import open_draft
 from specserve.models.read_config import end_tokens
-from specserve.tools.check.memory import device_memory, expected_memory
+from specserve.tools.check.memory import expected_memory
 from specserve.tools.check.report import Report
 
 _NARROWER = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 2}
@@ -46,7 +47,7 @@ def _memory(config: EngineConfig, report: Report) -> None:
         report.memory = found = expected_memory(config)
     except ValueError:  # loading reports the error
         return
-    there, tokens = device_memory(config.device), found.pool_tokens
+    there, tokens = device_memory(config.device).total, found.pool_tokens
     pool = 0 if config.max_total_tokens is None else found.pool
     wanted = max(found.weights + found.draft + pool, found.loading)
     if wanted > there or tokens == 0:

@@ -11,13 +11,13 @@ from specserve.config import Settings
 from specserve.config.engine import EngineConfig
 from specserve.config.settings import FP8_KV
 from specserve.core import SamplingParams
-from specserve.engine.memory import return_memory
+from specserve.engine.memory import device_memory, return_memory
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.messages import Failed, Submit
 from specserve.process.assemble import resolve_engine
 from specserve.process.worker import Engine, load_engine
-from specserve.tools.check.memory import device_memory, expected_memory
+from specserve.tools.check.memory import expected_memory
 from specserve.tools.check.report import Perplexity
 
 FLAG = "--perplexity"
@@ -59,7 +59,7 @@ def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Se
     plain = resolve_engine(replace(given, quantization="none", kv_cache_dtype="auto"))[2]
     plain = replace(plain, draft=None, shape=None, adaptive=False, largest_graph=None)
     plain = replace(plain, max_total_tokens=found.window + 1)
-    memory, there = expected_memory(plain), device_memory(plain.device)
+    memory, there = expected_memory(plain), device_memory(plain.device).total
     if (needed := max(memory.loading, memory.weights + memory.pool)) > there:
         return replace(
             found,
