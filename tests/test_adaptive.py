@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -146,6 +147,7 @@ def test_costs_are_measured_at_start(agreeing: Checkpoints) -> None:
     """No shape is given: the controller is on."""
     with (
         patch("specserve.engine.profile.host_seconds", counted),
+        patch("specserve.engine.profile.EAGER_SECONDS", inf),
         LLM(**drafted(agreeing)) as llm,
     ):
         assert llm.engine is not None

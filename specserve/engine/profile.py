@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 
 from specserve.core import MAX_COUNT
@@ -20,7 +21,10 @@ from specserve.speculation.step import step
 REPEATS = 2  # the fastest counts: the first replay of a graph also uploads it
 _EAGER_SIZES = (1, 4, 16, 64)
 _EAGER_CONTEXT = 256
-EAGER_REPEATS = 3  # the fastest counts; the first is slower than the others
+EAGER_REPEATS = 3  # the fastest counts
+EAGER_SECONDS = 4.0
+"""Time for eager steps: about what reading a small model takes. Large steps of a large model take longer than that, and
+each by itself; what is not measured is estimated, and the controller corrects it once it runs."""
 _COPY_BYTES = 256 * 2**20
 
 Candidates = Callable[[int], Sequence[StepShape]]
@@ -42,52 +46,109 @@ def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> C
 
 @torch.inference_mode()
 def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> CostModel:
-    """Return the cost model of eager steps, measured at some batch sizes, without context and with some. Each shape has
-    its own slope: where attention is bound by compute, a token of KV costs more the more nodes attend to it."""
+    """Return the cost model of eager steps, measured at some batch sizes, without context and with some, as far as
+    ``EAGER_SECONDS`` allows. Each shape has its own slope: where attention is bound by compute, a token of KV costs
+    more the more nodes attend to it."""
     sizes = sorted({size for size in _EAGER_SIZES if size < most_slots} | {most_slots})
-    shapes = dict.fromkeys(shape for size in sizes for shape in candidates(size))
-    cost = CostModel()
+    shapes = list(dict.fromkeys(shape for size in sizes for shape in candidates(size)))
     room = context.state.slots.pages.shape[1] * context.pool.page_size
     behind = min(_EAGER_CONTEXT, room - max(shape.reserve for shape in shapes))
     with _drafted_for(context):
-        for shape in shapes:
-            short, long = (eager_seconds(context, shape, length) for length in (1, behind))
-            cost.table[shape] = short
-            cost.slopes[shape] = max(long - short, 0.0) / (shape.slots * behind)
-    return cost
+        return time_steps(shapes, behind, partial(eager_seconds, context))
+
+
+def time_steps(shapes: Sequence[StepShape], behind: int, run: Callable[[StepShape, int], float]) -> CostModel:
+    """Time shapes without context and after ``behind`` tokens. Plain decoding of the two smallest batches, and the
+    smallest and the deepest draft of the smallest batch, come first, and are timed however long they take: all else can
+    be estimated from them. Then the cheapest come first."""
+    order = sorted(shapes, key=_size)
+    plain, drafted = ([shape for shape in order if (shape.levels > 0) == drafts] for drafts in (False, True))
+    first = [shape for shape in drafted if shape.slots == plain[0].slots]
+    deepest = max(first, key=lambda shape: (shape.levels, shape.nodes))
+    needed = list(dict.fromkeys([*plain[:2], drafted[0], deepest]))
+    others = [shape for shape in order if shape not in needed]
+    once = [(shape, 1) for shape in needed]
+    more = [(shape, length) for shapes in (needed, others) for length in (1, behind) for shape in shapes]
+    spent = run(*once[0])  # not counted: the first of all steps is slower
+    found = dict[tuple[StepShape, int], float]()
+    for number, each in enumerate(once + more * EAGER_REPEATS):
+        if number >= len(once) and spent > EAGER_SECONDS:
+            break
+        seconds = run(*each)
+        found[each], spent = min(seconds, found.get(each, seconds)), spent + seconds
+    table = {shape: seconds for (shape, length), seconds in found.items() if length == 1}
+    slopes = {
+        shape: max(seconds - table[shape], 0.0) / (shape.slots * behind)
+        for (shape, length), seconds in found.items()
+        if length == behind
+    }
+    return CostModel(table, slopes=slopes)
+
+
+def _size(shape: StepShape) -> tuple[int, int]:
+    """Return what orders shapes by their cost, without measuring it."""
+    return shape.nodes, shape.levels
 
 
 def complete(cost: CostModel, most_slots: int, candidates: Candidates) -> CostModel:
-    """Give every shape of every batch size a time, by linear interpolation between those measured."""
-    table, slopes = dict(cost.table), dict(cost.slopes)
-    for slots in range(1, most_slots + 1):
-        for shape in candidates(slots):
-            if shape in table:
-                continue
-            cost.table[shape] = _between(shape, table)
-            if slopes:
-                cost.slopes[shape] = _between(shape, slopes)
+    """Give every shape of every batch size a time: between measured shapes of the same draft by linear interpolation,
+    beyond them an estimate."""
+    table, slopes, estimate = dict(cost.table), dict(cost.slopes), _estimate(cost)
+    for shape in (shape for slots in range(1, most_slots + 1) for shape in candidates(slots)):
+        if shape not in table:
+            between = _between(shape, table)
+            cost.table[shape] = estimate(shape, 0) if between is None else between
+            cost.estimated |= {shape} if between is None else set()
+        if slopes and shape not in slopes:
+            between = _between(shape, slopes)
+            more = estimate(shape, 1) - estimate(shape, 0)
+            cost.slopes[shape] = more if between is None else between
     return cost
 
 
-def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
-    """Interpolate linearly between the nearest measured shapes by nodes: shapes of the same draft, else any."""
-    same = [
-        m
-        for m in measured
-        if (m.levels, m.branching, m.copied) == (shape.levels, shape.branching, shape.copied)
-    ]
-    points = sorted((m.nodes, measured[m]) for m in same or measured)
-    below = max((p for p in points if p[0] <= shape.nodes), default=points[0])
-    above = min((p for p in points if p[0] >= shape.nodes), default=points[-1])
-    if above[0] == below[0]:
-        return below[1]
-    share = (shape.nodes - below[0]) / (above[0] - below[0])
-    return below[1] + share * (above[1] - below[1])
+def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float | None:
+    """Interpolate linearly between the nearest measured shapes of the same draft by nodes; None: there is none on a
+    side."""
+    kind = shape.levels, shape.branching, shape.copied
+    same = [m for m in measured if (m.levels, m.branching, m.copied) == kind]
+    below = max((m for m in same if m.nodes <= shape.nodes), key=_size, default=None)
+    above = min((m for m in same if m.nodes >= shape.nodes), key=_size, default=None)
+    if below is None or above is None:
+        return None
+    share = (shape.nodes - below.nodes) / max(above.nodes - below.nodes, 1)
+    return measured[below] + share * (measured[above] - measured[below])
+
+
+def _estimate(cost: CostModel) -> Callable[[StepShape, int], float]:
+    """Return the seconds of a shape with so many tokens of KV, as the sum of its ``_parts``, each times a factor of at
+    least 0: the factors that fit all that was measured best, in relation to it."""
+    points = [(shape, 0, seconds) for shape, seconds in cost.table.items()]
+    for shape, slope in cost.slopes.items():
+        tokens = shape.slots * _EAGER_CONTEXT
+        points.append((shape, tokens, cost.table[shape] + tokens * slope))
+    given = np.array(
+        [[part / seconds for part in _parts(shape, tokens)] for shape, tokens, seconds in points]
+    )
+    used, factors = np.ones(given.shape[1], bool), np.zeros(given.shape[1])
+    while used.any():
+        factors[:] = 0
+        factors[used] = np.linalg.lstsq(given[:, used], np.ones(len(given)), rcond=None)[0]
+        if factors.min() >= 0:
+            break
+        used[factors.argmin()] = False
+    return lambda shape, tokens: float(np.dot(_parts(shape, tokens), factors))
+
+
+def _parts(shape: StepShape, tokens: int) -> list[float]:
+    """Return what the time of a step is a sum of: itself, its nodes, its draft's passes and their rows, the tokens of
+    KV and how often nodes attend to them."""
+    passes = min(shape.levels, 1) if shape.block else shape.levels
+    rows = passes * shape.slots * (shape.block or shape.branching)
+    return [1, shape.nodes, passes, rows, tokens, tokens * shape.nodes / shape.slots]
 
 
 def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
-    """Return the seconds of a step after ``length`` tokens."""
+    """Return the seconds of one step after ``length`` tokens."""
     state = context.state
     rows_B = to_device([state.dummy] * shape.slots, state.device)
     needs = Needs(noise=False, penalties=False, bias=False, truncation=False, prediction=False)
@@ -96,7 +157,7 @@ def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
         state.slots.length[state.dummy].fill_(length)
         step(context, View.of(context, rows_B, length, needs), shape)
 
-    return min(host_seconds(run) for _ in range(EAGER_REPEATS))
+    return host_seconds(run)
 
 
 @contextmanager
