@@ -16,6 +16,11 @@ from specserve.attention.base import Chunks, Frontier, Nodes
 from specserve.kv.spec import HeadKV, KVSpec
 
 
+LANES = 16
+"""A CPU adds up scores this many at a time, or half as many, and those left over one by one: whatever else a launch
+reads, none may be left over, or a request's sums would depend on it."""
+
+
 @dataclass(slots=True)
 class _Plan:
     """``gather_BN``: packed index of each padded query; ``scatter_T``: padded index of each packed query (None:
@@ -88,9 +93,10 @@ class TorchAttention:
         return _Plan(pages_BM, visible_to_bias(visible_BKL, self.dtype), None, None)
 
     def _columns(self, pages_BM: Tensor, max_kv: int) -> tuple[Tensor, Tensor]:
-        """Return the part of the page table in use, and the positions that it covers."""
-        pages = -(-max_kv // self.page_size)
-        assert pages <= pages_BM.shape[1], "the page table is too narrow for this step"
+        """Return the part of the page table in use, and the positions that it covers: a multiple of ``LANES``."""
+        assert max_kv <= pages_BM.shape[1] * self.page_size, "the page table is too narrow for this step"
+        wide = max(self.page_size, LANES)
+        pages = min(-(-max_kv // wide) * wide // self.page_size, pages_BM.shape[1])
         return pages_BM[:, :pages], torch.arange(pages * self.page_size, device=pages_BM.device)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import specserve.engine.runner
 from specserve import LLM, SamplingParams
-from tests.engines import answer_all, make_scheduler
+from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.models import LLAMA3_ROPE, make_llama
 
@@ -121,3 +121,14 @@ def test_log_probabilities_of_drafted_text(tmp_path: Path) -> None:
             assert entry.token_id == expected.token_id
             assert entry.logprob == pytest.approx(expected.logprob, abs=TOLERANCE)
             assert [token for token, _ in entry.top] == [token for token, _ in expected.top]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_depends_on_the_size_of_pages(dtype: str, random_models: Checkpoints) -> None:
+    """A CPU adds up several scores at a time; pages of one token must leave none over."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+    found = [
+        answer_one(make_scheduler(random_models.target, dtype=dtype, page_size=size), PROMPTS[0], params)
+        for size in (1, 4, 16)
+    ]
+    assert found[0].logprobs == found[1].logprobs == found[2].logprobs
