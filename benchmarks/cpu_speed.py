@@ -1,6 +1,8 @@
-"""Speed on a CPU as ratios within one run: speculation against plain decoding and ``transformers.generate``.
+"""Speed on a CPU as ratios within one run: speculation against plain decoding and ``transformers.generate``, or plain
+decoding in several dtypes against each other.
 
     python -m benchmarks.cpu_speed [--rounds 3] [--prompts 12]
+    python -m benchmarks.cpu_speed --dtypes float32 bfloat16 [--model-path MODEL] [--threads 1]
 
 Half of the held-out prompts are dialogues, half code; greedy. The contestants take turns, prompt by prompt at batch 1
 and batch by batch at batch 8, so that other load on the machine affects all alike.
@@ -36,7 +38,7 @@ def specserve_contestant(llm: LLM) -> Contestant:
 
 
 def transformers_contestant() -> Contestant:
-    """The same weights in float32 through ``generate``, a prompt at a time."""
+    """The bundled model in float32 through ``generate``, a prompt at a time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
@@ -86,36 +88,70 @@ def race(contestants: dict[str, Contestant], batches: Sequence[Rows], rounds: in
     return {name: tokens[name] / seconds[name] for name in contestants}
 
 
+def race_dtypes(args: argparse.Namespace, mixed: Rows) -> dict[str, Any]:
+    """Plain decoding in each dtype, one and eight requests at a time; ratios to the first dtype, and how many texts
+    are those of a request that runs alone."""
+    given = {"model_path": args.model_path, "cpu_threads": args.threads, "disable_radix_cache": True}
+    with ExitStack() as stack:
+        llms = {dtype: stack.enter_context(LLM(dtype=dtype, **given)) for dtype in args.dtypes}
+        contestants = {dtype: specserve_contestant(llm) for dtype, llm in llms.items()}
+        batches = [mixed[i : i + 8] for i in range(0, args.prompts - 7, 8)]
+        one = race(contestants, [[row] for row in mixed[: args.prompts]], args.rounds)
+        eight = race(contestants, batches, args.rounds)
+        same = {
+            dtype: f"{sum(_same(llm, each) for each in batches)}/{8 * len(batches)}"
+            for dtype, llm in llms.items()
+        }
+    ratios = {
+        f"{name}: {dtype} / {args.dtypes[0]}": speeds[dtype] / speeds[args.dtypes[0]]
+        for name, speeds in {"batch 1": one, "batch 8": eight}.items()
+        for dtype in args.dtypes[1:]
+    }
+    return {"tokens_per_second": {"batch 1": one, "batch 8": eight}, **ratios, "same alone": same}
+
+
+def _same(llm: LLM, batch: Rows) -> int:
+    """How many requests of a batch get the text that they get alone. All are seeded alike: greedy."""
+    together = run_prompts(llm, batch, temperature=0)
+    alone = [run_prompts(llm, [row], temperature=0)[0] for row in batch]
+    return sum(a.token_ids == b.token_ids for a, b in zip(together, alone, strict=True))
+
+
+def race_drafts(args: argparse.Namespace, mixed: Rows) -> dict[str, Any]:
+    """A chain against plain decoding and transformers."""
+    on = "chain (5, 1, 6)"
+    with ExitStack() as stack:
+        off = specserve_contestant(stack.enter_context(LLM(cpu_threads=args.threads)))
+        chain = specserve_contestant(stack.enter_context(LLM(cpu_threads=args.threads, **CHAIN)))
+        single = {"off": off, on: chain, "transformers": transformers_contestant()}
+        one = race(single, [[row] for row in mixed[: args.prompts]], args.rounds)
+        eight = race({"off": off, on: chain}, [mixed[i : i + 8] for i in (0, 8, 16)], args.rounds)
+    return {
+        "tokens_per_second": {"batch 1": one, "batch 8": eight},
+        "batch 1: on / off": one[on] / one["off"],
+        "batch 8: on / off": eight[on] / eight["off"],
+        "batch 1: on / transformers": one[on] / one["transformers"],
+        "batch 1: off / transformers": one["off"] / one["transformers"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--dtypes", nargs="+", help="race these in place of drafts")
+    parser.add_argument("--model-path", default=str(BUNDLED_MODEL), help="with --dtypes")
+    parser.add_argument("--threads", type=int, help="default: the number that makes a step fastest")
     args = parser.parse_args()
     rows = load_prompts()
-    dialogues, code = rows[:50], rows[50:]
-    mixed = [row for pair in zip(dialogues, code, strict=True) for row in pair]
-    with ExitStack() as stack:
-        off = specserve_contestant(stack.enter_context(LLM()))
-        chain = specserve_contestant(stack.enter_context(LLM(**CHAIN)))
-        single = {"off": off, "chain (5, 1, 6)": chain, "transformers": transformers_contestant()}
-        one = race(single, [[row] for row in mixed[: args.prompts]], args.rounds)
-        eight = race(
-            {"off": off, "chain (5, 1, 6)": chain}, [mixed[i : i + 8] for i in (0, 8, 16)], args.rounds
-        )
-    on = "chain (5, 1, 6)"
-    figures = {
-        "tokens_per_second": {"batch 1": one, "batch 8": eight},
-        "batch 1: on / off": one[on] / one["off"],
-        "batch 8: on / off": eight[on] / eight["off"],
-        "batch 1: on / transformers": one[on] / one["transformers"],
-        "batch 1: off / transformers": one["off"] / one["transformers"],
-        "threads": torch.get_num_threads(),
-    }
+    mixed = [row for pair in zip(rows[:50], rows[50:], strict=True) for row in pair]
+    figures = (race_dtypes if args.dtypes else race_drafts)(args, mixed)
+    figures["threads"] = torch.get_num_threads()
     for name, value in figures.items():
         print(f"{name}: {value}")
-    print(write_results("cpu_speed", figures))
+    print(write_results("cpu_dtypes" if args.dtypes else "cpu_speed", figures))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -12,16 +14,25 @@ from specserve.layers.linear import Linear, add_in_order, pack_linears
 CONFIG = LayerConfig(64, 128, 4, 2, 16, 1e-5, 64)
 
 
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 @pytest.mark.parametrize("rows", [1, 6, 48])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_equals_plain(rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_equals_plain(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and not HAS_BFLOAT16:
+        pytest.skip("oneDNN has no bfloat16 on this processor")
     torch.manual_seed(rows)
-    layer, x = Linear(96, 40, bias=bias), torch.randn(rows, 96)
+    layer, x = Linear(96, 40, bias=bias).to(dtype), torch.randn(rows, 96).to(dtype)
     with torch.inference_mode():
-        plain = layer(x)
+        plain = nn.functional.linear(x.double(), *(p.double() for p in layer.parameters()))
         pack_linears(layer)
         assert layer.packed is not None
-        torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
+        found = layer(x)
+        error = 1e-5 if dtype == torch.float32 else 2**-8
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), plain, rtol=error, atol=error)
     assert layer.weight.numel() == 0
 
 
@@ -33,10 +44,13 @@ def test_non_contiguous_input() -> None:
         torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
 
 
-def test_float64_stays_plain() -> None:
-    layer = Linear(16, 8).double()
-    pack_linears(layer)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_what_onednn_does_not_multiply_stays_plain(dtype: torch.dtype) -> None:
+    layer = Linear(16, 8).to(dtype)
+    with patch.object(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", return_value=False):
+        pack_linears(layer)
     assert layer.packed is None
+    assert layer(torch.ones(1, 16, dtype=dtype)).shape == (1, 8)
 
 
 def test_shared_and_named_weights_are_kept() -> None:

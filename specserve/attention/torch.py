@@ -15,7 +15,6 @@ from torch import Tensor
 from specserve.attention.base import Chunks, Frontier, Nodes
 from specserve.kv.spec import HeadKV, KVSpec
 
-
 LANES = 16
 """A CPU adds up scores this many at a time, or half as many, and those left over one by one: whatever else a launch
 reads, none may be left over, or a request's sums would depend on it."""

@@ -2,7 +2,8 @@
 
 On a CPU in float32, PyTorch multiplies with the BLAS it was built with, which reads weights row by row and is slow for
 the few rows of a decode step. oneDNN, which PyTorch includes too, takes weights packed once in blocks: measured in
-docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
+docs/decisions/0007-packed-cpu-weights.md. For bfloat16 it needs a processor with AVX-512. On a GPU
+``specserve_kernels.linear`` chooses.
 
 Weights may be quantized to 8 bits. On a GPU, few tokens are then multiplied by the quantized weights, which halves the
 bytes read; more tokens are multiplied by the original weights, which are kept next to them. With int8 weights, 16-bit
@@ -217,18 +218,21 @@ def quantize_linears(module: nn.Module, quantization: str, leave: Collection[str
 
 
 def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:
-    """Pack every ``Linear`` of a module for inference if that pays: float32 on a CPU with oneDNN.
+    """Pack every ``Linear`` of a module for inference where oneDNN can.
 
     A weight that another module also holds (tied embeddings) keeps its plain form too; so does a layer whose name ends
     with one of ``keep``, because its owner reads its rows.
     """
-    if not torch.backends.mkldnn.is_available():
-        return
     holders = Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
     for name, child in module.named_modules():
-        if (
-            isinstance(child, Linear)
-            and child.weight.dtype == torch.float32
-            and child.weight.device.type == "cpu"
-        ):
+        if isinstance(child, Linear) and packs(child.weight):
             child.pack(keep_weight=holders[id(child.weight)] > 1 or name.endswith(tuple(keep)))
+
+
+def packs(weight: Tensor) -> bool:
+    """Return whether oneDNN multiplies weights of this device and dtype."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
