@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -86,11 +86,11 @@ class _Model:
 
     def close(self) -> None:
         """End the requests that run, and free the engine and its memory. The object can't be used afterwards."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        if self._engine is not None:
             from specserve.engine.memory import return_memory
 
-            engine.close()
+            self._engine.close()
+            self._engine = None
             return_memory()
 
     def _plan(self, prompts: object, sampling_params: Params) -> list[PromptJobs]:
@@ -318,20 +318,12 @@ class AsyncLLM(_Model):
             raise ValueError(f"one prompt at a time; found {len(requests)}: start a task for each")
         call, arrived = self._call(requests, ""), asyncio.Queue[Tokens | Failed]()
         with closing(call):
-            call.begin(partial(_hand_over, asyncio.get_running_loop(), arrived))
+            call.begin(arrived.put_nowait, asyncio.get_running_loop().call_soon_threadsafe)
             while call.open:
                 call.push(await arrived.get())
                 while not arrived.empty():  # the caller fell behind
                     call.push(arrived.get_nowait())
                 yield call.output(0)
-
-
-def _hand_over(
-    loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Tokens | Failed], message: Tokens | Failed
-) -> None:
-    """Pass a message from the engine's thread to an event loop."""
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(arrived.put_nowait, message)
 
 
 def _render(tokenizer: Tokenizer, messages: object, calls: Calls, variables: Mapping[str, Any] | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit, Tokens
 
 if TYPE_CHECKING:
-    from specserve.process.local import LocalEngine
+    from specserve.process.local import LocalEngine, Post, Put
 
 _CALLS = itertools.count()  # numbers the calls of all models
 
@@ -153,14 +153,14 @@ class Collector:
         ]
         self.open = {rid: output for outputs in self._outputs for rid, output in outputs.items()}
 
-    def begin(self, deliver: Callable[[Tokens | Failed], None]) -> None:
-        """Submit the jobs. ``deliver`` gets what ``push`` takes, in the engine's thread."""
+    def begin(self, put: Put, post: Post | None = None) -> None:
+        """Submit the jobs. ``put`` gets what ``push`` takes, as in ``LocalEngine.submit``."""
         jobs = [job for each in self._prompts for job in each.jobs]
         submits = [
             Submit(rid, list(job.prompt), job.params, job.choice)
             for rid, job in zip(self.open, jobs, strict=True)
         ]
-        self._engine.submit(submits, deliver)
+        self._engine.submit(submits, put, post)
 
     def push(self, message: Tokens | Failed) -> bool:
         """Add a message, and return whether it ends an answer. Raises ValueError or RuntimeError for a failure."""

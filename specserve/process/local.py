@@ -8,18 +8,21 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 from specserve.messages import Abort, Failed, Submit, ToEngine, ToFront, Tokens
 from specserve.process import phase
-from specserve.process.worker import Engine, Loop, keep_what_is_loaded
+from specserve.process.worker import Engine, Loop
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[Tokens | Failed], None]
+Put = Callable[[Tokens | Failed], object]
+Post = Callable[..., object]
+_Route = tuple[Put, Post | None]
 _CLOSED = "the engine was closed"
+_ELSEWHERE = "the engine runs in the process that this one was forked from; make another"
 
 
 class EngineFailed(RuntimeError):
@@ -36,9 +39,9 @@ class LocalEngine:
         self._ready: Future[Engine] = Future()
         arguments = _run, self._port, build, _cuda_device(), self._ready
         run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=arguments, name="specserve-engine", daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._port, thread)
+        self._thread = threading.Thread(target=run, args=arguments, name="specserve-engine", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _end, self._port, self._thread)
 
     def wait(self) -> None:
         """Wait until the engine is ready. Raises what ``build`` raises."""
@@ -46,8 +49,11 @@ class LocalEngine:
 
     def close(self) -> None:
         """End the engine and fail the requests that are open. Return when its thread has ended."""
-        self._end()
+        _end(
+            self._port, self._thread
+        )  # not through the finalizer, which waits again if Ctrl-C ends the wait here
         self._ready = Future()  # drops the engine
+        self._ready.set_exception(EngineFailed(_CLOSED))
 
     @property
     def idle(self) -> Engine:
@@ -55,10 +61,13 @@ class LocalEngine:
         self._port.wait_idle()
         return self._ready.result()
 
-    def submit(self, requests: Sequence[Submit], deliver: Deliver) -> None:
-        """Pass on requests. ``deliver`` gets their messages, in order, in the engine's thread; of each the last is
-        Failed or has a finish reason. Raises EngineFailed if there is no engine any more."""
-        self._port.submit(requests, deliver)
+    def submit(self, requests: Sequence[Submit], put: Put, post: Post | None = None) -> None:
+        """Pass on requests. ``put`` gets their messages, in order; of each request the last is Failed or has a finish
+        reason. It is called in the engine's thread, or by way of ``post``, an event loop's ``call_soon_threadsafe``.
+        Raises EngineFailed if there is no engine any more."""
+        if not self._thread.is_alive():
+            self._port.end(_ELSEWHERE)  # unless it has ended with another reason
+        self._port.submit(requests, (put, post))
 
     def abort(self, rid: str) -> None:
         """End a request; no message follows. Ignores unknown ids."""
@@ -71,7 +80,7 @@ class _Port:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inbox: list[ToEngine] = []
-        self._routes: dict[str, Deliver] = {}
+        self._routes: dict[str, _Route] = {}
         self._ended: str | None = None  # why the engine takes no more requests
         self._waiting = False  # the engine waits for messages
 
@@ -88,14 +97,16 @@ class _Port:
         return received
 
     def send(self, messages: Sequence[ToFront]) -> None:
-        for message in messages:
-            if isinstance(message, Tokens | Failed):
-                self._route(message)
+        answers = [each for each in messages if isinstance(each, Tokens | Failed)]
+        with self._changed:
+            routes = [self._route(each) for each in answers]
+        # None: aborted while the message was on its way.
+        self._deliver((route, each) for route, each in zip(routes, answers, strict=True) if route is not None)
 
-    def submit(self, requests: Sequence[Submit], deliver: Deliver) -> None:
+    def submit(self, requests: Sequence[Submit], route: _Route) -> None:
         with self._changed:
             self.check()
-            self._routes |= dict.fromkeys((request.rid for request in requests), deliver)
+            self._routes |= dict.fromkeys((request.rid for request in requests), route)
             self._inbox += requests
             self._changed.notify_all()
 
@@ -113,22 +124,38 @@ class _Port:
     def end(self, reason: str) -> None:
         """Take no more requests, and fail the open ones. Only the first reason counts."""
         with self._changed:
-            self._ended = self._ended or reason
+            self._ended = ended = self._ended or reason
             left, self._routes = self._routes, {}
             self._changed.notify_all()
-        for rid, deliver in left.items():
-            deliver(Failed(rid, self._ended, fault="server"))
+        self._deliver((route, Failed(rid, ended, fault="server")) for rid, route in left.items())
 
     def wait_idle(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or (self._waiting and not self._inbox))
 
-    def _route(self, message: Tokens | Failed) -> None:
+    def _route(self, message: Tokens | Failed) -> _Route | None:
         last = isinstance(message, Failed) or message.finish_reason is not None
-        with self._changed:
-            deliver = self._routes.pop(message.rid, None) if last else self._routes.get(message.rid)
-        if deliver is not None:  # else aborted while the message was on its way
-            deliver(message)
+        return self._routes.pop(message.rid, None) if last else self._routes.get(message.rid)
+
+    def _deliver(self, messages: Iterable[tuple[_Route, Tokens | Failed]]) -> None:
+        """Deliver messages. Each event loop is woken once: to wake it for every message would hold up the engine."""
+        batches: dict[Post | None, list[tuple[Put, Tokens | Failed]]] = defaultdict(list)
+        for (put, post), message in messages:
+            batches[post].append((put, message))
+        for post, batch in batches.items():
+            if post is None:
+                _put_each(batch)
+                continue
+            try:
+                post(_put_each, batch)
+            except RuntimeError:  # the event loop is closed
+                for _, message in batch:
+                    self.abort(message.rid)
+
+
+def _put_each(batch: Iterable[tuple[Put, Tokens | Failed]]) -> None:
+    for put, message in batch:
+        put(message)
 
 
 def _run(port: _Port, build: Callable[[], Engine], device: int | None, ready: Future[Engine]) -> None:
@@ -146,30 +173,18 @@ def _run(port: _Port, build: Callable[[], Engine], device: int | None, ready: Fu
         engine = build()
     except BaseException as error:
         ready.set_exception(error)
+        del ready  # or it would hold the error, whose traceback holds it and all that was built
         return
-    with _kept():
-        ready.set_result(engine)
-        del ready
-        try:
-            Loop(engine, port).run()
-        except Exception as error:
-            log.exception("the engine failed")
-            port.end(f"the engine failed: {type(error).__name__}: {error}")
-        finally:
-            engine.close()
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Exempt what is loaded from garbage collection, unless the program or another engine has done that."""
-    if gc.get_freeze_count():
-        yield
-        return
-    keep_what_is_loaded()
+    gc.collect()  # of what the build left, or the first requests wait for it
+    ready.set_result(engine)
+    del ready
     try:
-        yield
+        Loop(engine, port).run()
+    except BaseException as error:
+        log.exception("the engine failed")
+        port.end(f"the engine failed: {type(error).__name__}: {error}")
     finally:
-        gc.unfreeze()
+        engine.close()
 
 
 def _end(port: _Port, thread: threading.Thread) -> None:

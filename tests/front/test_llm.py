@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,9 +30,8 @@ from specserve import LLM, AsyncLLM, FunctionCall, RequestOutput, SamplingParams
 from specserve.core import Capacity, FieldError, Thought
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.linear import PLAIN
-from specserve.messages import Submit
+from specserve.messages import Failed, Submit, Tokens
 from specserve.process import phase
-from specserve.process.local import _kept  # private: what it exempts shows nowhere else
 from tests.front.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.front.fakes import byte_tokenizer
 
@@ -287,16 +288,48 @@ def test_a_build_that_nobody_waits_for_ends(tmp_path: Path, monkeypatch: pytest.
     assert len(entered) == count
 
 
-def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
-    """Unless the program has done that itself, as the tests do."""
-    before = gc.get_freeze_count()
-    with _kept():
-        assert gc.get_freeze_count() == before > 0
-    gc.unfreeze()
-    with _kept():
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
-    gc.freeze()
+def test_a_loop_is_woken_once_for_all_its_answers(llm: LLM) -> None:
+    """And a loop that has been closed takes none."""
+    engine, woken = llm._engine, list[int]()  # private: asyncio's loops can't be watched
+    assert engine is not None
+    requests = [Submit(f"r{index}", [1] * 9, SamplingParams()) for index in range(3)]
+    got = list[Tokens | Failed]()
+
+    def post(call: Callable[..., object], batch: Sized) -> None:
+        woken.append(len(batch))
+        if len(woken) == 2:
+            raise RuntimeError("Event loop is closed")
+        call(batch)
+
+    slow(engine_of(llm))
+    engine.submit(requests, got.append, post)
+    fake = engine_of(llm)  # waits
+    assert woken == [3, 3]
+    assert [message.rid for message in got] == ["r0", "r1", "r2"]
+    assert fake.aborted == ["r0", "r1", "r2"]
+
+
+def test_a_forked_process_has_no_engine(llm: LLM) -> None:
+    assert texts(llm.generate("a")) == ["a"]
+    if not (child := os.fork()):
+        try:
+            llm.generate("a")
+        except RuntimeError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert texts(llm.generate("a")) == ["a"]
+
+
+def test_ctrl_c_while_it_closes(llm: LLM) -> None:
+    engine = engine_of(llm)
+    with (
+        patch.object(threading.Thread, "join", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        llm.close()
+    llm.close()
+    assert engine.closed
 
 
 def test_a_special_token_as_a_stop_string(llm: LLM) -> None:
