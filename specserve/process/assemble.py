@@ -12,6 +12,7 @@ import torch
 from specserve_kernels import KVScales
 
 from specserve.attention import ATTENTION, AttentionBackend
+from specserve.attention.torch import LANES
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
 from specserve.config.notes import log_notes
@@ -337,8 +338,9 @@ def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str)
 
 
 def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
-    """Return the positions of one slot: a context, what steps may write past it, and the rest of the last page."""
-    return -(-(config.context_length + plan.margin) // config.page_size) * config.page_size
+    """Return the positions of one slot: a context, what steps may write past it, and the rest of the last pages."""
+    whole = max(config.page_size, LANES)
+    return -(-(config.context_length + plan.margin) // whole) * whole
 
 
 def check_context(config: EngineConfig, held: int) -> None:
