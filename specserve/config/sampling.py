@@ -63,7 +63,7 @@ def _unread(fields: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in fields.items()
-        if value is not None
+        if value  # else it is off
         and name not in (*_NAMES, *_SILENT)
         and not name.startswith("_")
         and not name.endswith("_token_id")
