@@ -56,8 +56,8 @@ def longer_contexts(tokens: int) -> Iterator[None]:
     """Models take contexts of this many tokens, whatever they were trained for; the text is of no interest."""
     load = specserve.models.read_config.load_model_config
 
-    def stretched(path: Path) -> ModelConfig:
-        config = load(path)
+    def stretched(*paths: Path) -> ModelConfig:
+        config = load(*paths)
         return replace(config, max_position_embeddings=max(tokens, config.max_position_embeddings))
 
     with patch.object(specserve.models.read_config, "load_model_config", stretched):

@@ -14,8 +14,8 @@ from specserve.models.draft.head import LayerHead
 from specserve.tools.train.attend import CausalAttend, TestTimeAttend
 from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
 from specserve.tools.train.packed_attention import (
-    _dense_backward,
-    _dense_forward,
+    _dense_backward,  # private: what a GPU runs in float64 and float32, which a CPU does not
+    _dense_forward,  # private: as above
     causal_attention,
     causal_attention_backward,
     packed_attention,
