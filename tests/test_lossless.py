@@ -43,7 +43,7 @@ from benchmarks.lossless import (
 from benchmarks.pairwise import pairwise
 from specserve import LLM, SamplingParams
 from specserve.core import SpeculationUsage, TokenLogprob
-from specserve.outputs import RequestOutput
+from specserve.outputs import CompletionOutput, RequestOutput
 from tests.engines import Checkpoints
 
 TEXTS = 330
@@ -196,7 +196,8 @@ def test_a_pairs_wrong_texts_and_logits_are_noticed(agreeing: Checkpoints) -> No
 def test_one_bit_of_a_logprob_is_noticed() -> None:
     def output(logprob: float, *top: tuple[int, float]) -> RequestOutput:
         found = TokenLogprob(3, logprob, list(top))
-        return RequestOutput("", [3], "length", [found], None, SpeculationUsage(), [1], 0, "")
+        answer = CompletionOutput(0, "", [3], "length", None, [found], SpeculationUsage(), "")
+        return RequestOutput(None, [1], None, 0, [answer])
 
     one = output(-1.0, (3, -1.0), (4, -2.0))
     changed = [
