@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+
+import numpy as np
 
 
 class PageAllocator:
@@ -12,8 +15,8 @@ class PageAllocator:
         if num_pages < 2:
             raise ValueError(f"the KV pool needs at least 2 pages, found {num_pages}")
         self.num_pages = num_pages
-        self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, 0, -1))
+        self._references = array("q", bytes(8 * num_pages))
+        self._free = array("q", range(num_pages - 1, 0, -1))
         self._cached: set[int] = set()
         self.idle = 0  # pages whose only owner is the prefix tree
         self.joined = 0  # counts every time a page became both in use and owned by the prefix tree
@@ -87,14 +90,19 @@ class PageAllocator:
     def problems(self) -> list[str]:
         """Return the inconsistencies: free pages with owners, pages that are free twice, too few references, wrong
         counts."""
-        free, found = set(self._free), []
-        if len(free) != len(self._free):
-            found.append(f"{len(self._free) - len(free)} pages are free twice")
-        if owned := [page for page in free if self._references[page]]:
+        free, references, found = (
+            np.array(self._free),
+            np.array(self._references),
+            [],
+        )  # there may be millions
+        times = np.bincount(free, minlength=self.num_pages)
+        if twice := len(free) - np.count_nonzero(times):
+            found.append(f"{twice} pages are free twice")
+        if len(owned := np.flatnonzero(times * references)):
             found.append(f"{len(owned)} free pages have owners, page {owned[0]} among them")
-        ownerless = sum(count <= 0 for count in self._references[1:])
-        if ownerless != len(free):
-            found.append(f"{ownerless} pages have no owner, {len(free)} are free")
+        ownerless = np.count_nonzero(references[1:] <= 0)
+        if ownerless != len(free) - twice:
+            found.append(f"{ownerless} pages have no owner, {len(free) - twice} are free")
         idle = sum(self._references[page] == 1 for page in self._cached)
         if idle != self.idle:
             found.append(f"{idle} cached pages are not in use, {self.idle} were counted")

@@ -84,12 +84,12 @@ class _Port:
         self._ended: str | None = None  # why the engine takes no more requests
         self._waiting = False  # the engine waits for messages
 
-    def receive(self, wait: bool) -> list[ToEngine] | None:
+    def receive(self, seconds: float | None) -> list[ToEngine] | None:
         with self._changed:
-            if wait and not self._inbox:
+            if seconds != 0 and not self._inbox:
                 self._waiting = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._inbox or self._ended)
+                self._changed.wait_for(lambda: self._inbox or self._ended, seconds)
                 self._waiting = False
             if self._ended:
                 return None

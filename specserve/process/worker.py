@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 STATS_PERIOD = 1.0  # seconds
 LOG_PERIOD = 10.0  # seconds of work between lines of the log
-CHECK_PERIOD = 10.0  # least seconds between leak checks of an idle engine
+REST = 1.0  # seconds without work after which an engine checks for leaks
 
 
 class Addresses(NamedTuple):
@@ -86,8 +86,9 @@ class Engine(Protocol):
 class Port(Protocol):
     """The engine's end of its messages."""
 
-    def receive(self, wait: bool) -> list[ToEngine] | None:
-        """Return what has arrived, after waiting for something if ``wait``. None: the engine shall end."""
+    def receive(self, seconds: float | None) -> list[ToEngine] | None:
+        """Return what has arrived, after waiting for something for so long at most, or without a limit. None: the
+        engine shall end."""
 
     def send(self, messages: Sequence[ToFront]) -> None: ...
 
@@ -235,7 +236,8 @@ class Loop:
     def __init__(self, engine: Engine, port: Port) -> None:
         self._engine = engine
         self._port = port
-        self._stats_at = self._check_at = 0.0
+        self._stats_at = 0.0
+        self._checked = True  # since the last work
         self._throughput = Throughput()
 
     def run(self) -> None:
@@ -243,14 +245,19 @@ class Loop:
         engine = self._engine
         while True:
             busy = engine.has_work or engine.work_ahead()
-            if (received := self._port.receive(wait=not busy)) is None:
+            rest = None if self._checked else REST
+            if (received := self._port.receive(0.0 if busy else rest)) is None:
                 return
+            if not busy and not received:
+                engine.check_idle()  # only now: it walks over all pages, and a request may follow the last one at once
+                self._checked = True
+                continue
             for each in received:
                 self._take(each)
             messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
             self._add_stats(messages)
             self._port.send(messages)
-            self._check_idle()
+            self._checked = False
 
     def _take(self, message: ToEngine) -> None:
         match message:
@@ -270,13 +277,6 @@ class Loop:
             self._throughput.look(stats, now)
             self._stats_at = now + STATS_PERIOD
 
-    def _check_idle(self) -> None:
-        """Check for leaks. After the last messages, because this walks over all pages."""
-        now = time.monotonic()
-        if now >= self._check_at and not self._engine.has_work:
-            self._engine.check_idle()
-            self._check_at = now + CHECK_PERIOD
-
 
 class _Sockets:
     """The port of an engine in a process of its own."""
@@ -287,9 +287,9 @@ class _Sockets:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
 
-    def receive(self, wait: bool) -> list[ToEngine]:
+    def receive(self, seconds: float | None) -> list[ToEngine]:
         found: list[ToEngine] = []
-        if self._poller.poll(None if wait else 0):
+        if self._poller.poll(None if seconds is None else round(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
                 while True:
                     found += decode_to_engine(self._inbox.recv(zmq.NOBLOCK))

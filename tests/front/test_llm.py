@@ -218,7 +218,13 @@ def slow(engine: FakeEngine) -> FakeEngine:
 
 def test_ctrl_c_ends_the_call_and_not_the_engine(llm: LLM) -> None:
     engine = slow(engine_of(llm))
-    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+
+    def interrupt() -> None:
+        while not engine.submitted:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a" * 200)
     assert not engine_of(llm).has_work
@@ -307,6 +313,19 @@ def test_a_loop_is_woken_once_for_all_its_answers(llm: LLM) -> None:
     assert woken == [3, 3]
     assert [message.rid for message in got] == ["r0", "r1", "r2"]
     assert fake.aborted == ["r0", "r1", "r2"]
+
+
+def test_leaks_are_looked_for_once_there_is_rest(llm: LLM) -> None:
+    """And once: it would hold up requests."""
+    engine, calls = engine_of(llm), list[float]()
+    engine.check_idle = lambda: calls.append(time.monotonic())  # type: ignore[method-assign]
+    with patch("specserve.process.worker.REST", 0.2):
+        llm.generate(["a", "b"])
+        llm.generate("c")
+        ended = time.monotonic()
+        time.sleep(0.6)
+    (found,) = calls
+    assert found - ended > 0.15
 
 
 def test_a_forked_process_has_no_engine(llm: LLM) -> None:
