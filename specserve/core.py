@@ -39,11 +39,14 @@ class FieldError(ValueError):
     for the error, if there is one. ``preface`` begins the message."""
 
     def __init__(self, param: str, reason: str, code: str | None = None, preface: str = "") -> None:
-        super().__init__(f"{preface}{param}: {reason}")
+        super().__init__(param, reason, code, preface)  # what pickle calls it with
         self.param = param
         self.reason = reason
         self.code = code
         self.preface = preface
+
+    def __str__(self) -> str:
+        return f"{self.preface}{self.param}: {self.reason}"
 
 
 @cache

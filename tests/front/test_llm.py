@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -574,6 +575,13 @@ def test_settings_of_the_server_are_named(
     make(tmp_path, monkeypatch, request_timeout=5, max_body_bytes=9, port=30000, requests_all_greedy=True)
     said = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
     assert [words.split()[0] for words in said] == ["request_timeout", "max_body_bytes"]
+
+
+def test_an_error_can_be_sent_to_another_process(llm: LLM) -> None:
+    with pytest.raises(FieldError) as found:
+        llm.chat(echo("a"), tools="x")  # type: ignore[arg-type]
+    again = pickle.loads(pickle.dumps(found.value))
+    assert (str(again), again.param) == (str(found.value), "tools")
 
 
 def test_a_failure_aborts_the_others(llm: LLM) -> None:
