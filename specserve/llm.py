@@ -120,6 +120,8 @@ class _Model:
             )
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
+        if not isinstance(chat_template, str | None):
+            raise ValueError(f"chat_template must be text, found {_kind(chat_template)}")
         if not isinstance(variables, Mapping | None):
             raise ValueError(f"chat_template_kwargs must be a dict, found {_kind(variables)}")
         calls = Calls.of(*offered(tools, tool_choice, parallel_tool_calls))

@@ -102,9 +102,11 @@ class Tokenizer:
 
     def with_template(self, given: str) -> Tokenizer:
         """Return this tokenizer with another chat template, a text or a file. Raises ValueError."""
-        other = copy.copy(self.wrapped)
-        replace_template(other, given)
-        return Tokenizer(other)
+        other = copy.copy(self)
+        other.wrapped = copy.copy(self.wrapped)
+        replace_template(other.wrapped, given)
+        other._template = ChatTemplate(other.wrapped)
+        return other
 
     @property
     def template_text(self) -> str:

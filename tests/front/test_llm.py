@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import pickle
 import signal
@@ -495,6 +496,13 @@ def test_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert texts(llm.chat([asked, asked], chat_template_kwargs={"mood": "!"})) == ["hi!", "hi!"]
     with pytest.raises(ValueError, match=r"chat_template_kwargs\.tone: .*does not read it"):
         llm.chat(asked, chat_template_kwargs={"tone": "!"})
+    with (
+        patch.object(json, "loads", side_effect=AssertionError("the tokenizer's file is read again")),
+        pytest.raises(ValueError, match=r"chat_template_kwargs\.mood: .*does not read it"),
+    ):
+        llm.chat(asked, chat_template="{{ messages[0].content }}", chat_template_kwargs={"mood": "!"})
+    with pytest.raises(ValueError, match="chat_template must be text, found PosixPath"):
+        llm.chat(asked, chat_template=tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
