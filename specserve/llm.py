@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -282,15 +282,14 @@ class AsyncLLM(_Model):
     names of the server's flags, and loading blocks, so that a running event loop calls it in a thread:
     ``await asyncio.to_thread(AsyncLLM, ...)``. Errors are those of ``LLM``."""
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt. Yields the answer so far whenever there is more of it; the last is ``finished``. Leaving the
         loop early, or cancelling the task, ends the request."""
-        async for output in self._stream(await asyncio.to_thread(self._plan, prompt, sampling_params)):
-            yield output
+        return self._stream(partial(self._plan, prompt, sampling_params))
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -300,12 +299,11 @@ class AsyncLLM(_Model):
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, as ``generate`` does a prompt. Parameters are those of ``LLM.chat``."""
         template = chat_template, chat_template_kwargs
-        plan = partial(self._plan_chat, messages, sampling_params, *template, tools, tool_choice)
-        async for output in self._stream(await asyncio.to_thread(plan, parallel_tool_calls)):
-            yield output
+        asked = messages, sampling_params, *template, tools, tool_choice, parallel_tool_calls
+        return self._stream(partial(self._plan_chat, *asked))
 
     async def __aenter__(self) -> Self:
         return self
@@ -315,7 +313,8 @@ class AsyncLLM(_Model):
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _stream(self, requests: list[PromptJobs]) -> AsyncIterator[RequestOutput]:
+    async def _stream(self, plan: Callable[[], list[PromptJobs]]) -> AsyncGenerator[RequestOutput, None]:
+        requests = await asyncio.to_thread(plan)
         if len(requests) != 1:
             raise ValueError(f"one prompt at a time; found {len(requests)}: start a task for each")
         call, arrived = self._call(requests, ""), asyncio.Queue[Tokens | Failed]()

@@ -200,6 +200,7 @@ def test_a_task_that_leaves_ends_its_request(tmp_path: Path, monkeypatch: pytest
     async def leave() -> None:
         async with contextlib.aclosing(llm.generate("a" * 200)) as answer:
             await anext(answer)
+        assert engine_of(llm).aborted == [endless.submitted[0].rid]
         task = asyncio.create_task(answer_of(llm, "b" * 200, []))
         while len(endless.submitted) < 2:
             await asyncio.sleep(0.001)
