@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from contextlib import closing, contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -148,7 +157,7 @@ class _Model:
         """Return text and token ids of each prompt."""
         prompts = _listed(prompts)
         if isinstance(prompts, str | Mapping) or (
-            _is_sequence(prompts) and prompts and hasattr(prompts[0], "__index__")
+            _is_sequence(prompts) and prompts and isinstance(_value(prompts[0]), int)
         ):
             return [self._text(prompts, "the prompt")]
         if not _is_sequence(prompts):
@@ -174,10 +183,11 @@ class _Model:
         last = self._vocab_size - 1
         if not given or (set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= last):
             return list(given)  # three times as fast as a loop; the device waits meanwhile
-        for token in given:
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token <= last:
+        ids = [_value(token) for token in given]
+        for token in ids:
+            if type(token) is not int or not 0 <= token <= last:
                 raise ValueError(f"{where} must hold token ids from 0 to {last}, found {token!r}")
-        return [token.__index__() for token in given]
+        return ids
 
     def _formats(self, tokenizer: Tokenizer) -> Formats:
         """Return how answers are parsed."""
@@ -375,10 +385,13 @@ def _ignored_settings(settings: Settings) -> list[str]:
 
 
 def _listed(given: object) -> object:
-    """Return an array, or what can only be iterated over once, as a list."""
-    if hasattr(given, "tolist"):
-        return given.tolist()
-    return list(given) if isinstance(given, Iterator) else given
+    """Return an array, or what can only be iterated over, as a list."""
+    return list(given) if isinstance(given, Iterator | KeysView | ValuesView) else _value(given)
+
+
+def _value(given: object) -> Any:
+    """Return an array, or one of its numbers, as Python's."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _of_dict(prompt: Mapping[str, Any], where: str) -> object:

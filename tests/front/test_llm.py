@@ -116,6 +116,8 @@ def test_prompts_as_others_give_them(llm: LLM) -> None:
     assert texts(llm.generate(text for text in ("a", "b"))) == ["a", "b"]
     assert texts(llm.generate(np.array([65, 66]))) == ["AB"]  # type: ignore[arg-type]
     assert texts(llm.generate(torch.tensor([[65, 66], [67, 68]]))) == ["AB", "CD"]  # type: ignore[arg-type]
+    assert texts(llm.generate([np.array([65, 66]), torch.tensor([67])])) == ["AB", "C"]  # type: ignore[list-item]
+    assert texts(llm.generate({1: "a", 2: "b"}.values())) == ["a", "b"]
     (found,) = llm.generate([[np.int64(65), np.int32(66)]])  # type: ignore[list-item]
     assert (found.prompt_token_ids, list(map(type, found.prompt_token_ids))) == ([65, 66], [int, int])
 
@@ -520,6 +522,7 @@ def test_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (lambda llm: llm.generate([[True, False]]), r"prompts\[0\] must hold token ids .*, found True"),
         (lambda llm: llm.generate([True, False]), "the prompt must hold token ids .*, found True"),
         (lambda llm: llm.generate([1, "a"]), "the prompt must hold token ids .*, found 'a'"),
+        (lambda llm: llm.generate([1, np.array([1, 2])]), r"the prompt must hold .*, found \[1, 2\]"),
         (lambda llm: llm.generate(["a", None]), r"prompts\[1\] must be text or token ids, found NoneType"),
         (lambda llm: llm.generate([b"ab"]), r"prompts\[0\] must be text or token ids, found bytes"),
         (lambda llm: llm.generate(None), "prompts must be text, token ids or a list of them, found NoneType"),
