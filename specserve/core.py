@@ -113,15 +113,22 @@ _ELSEWHERE = {
     "json_schema": _GRAMMAR,
     "length_penalty": _NO_BEAMS,
     "logits_processors": "no code of the caller runs between steps; use logit_bias or grammar",
+    "max_completion_tokens": "use max_tokens",
     "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "no_stop_trim": "use include_stop_str_in_output",
     "output_kind": "LLM returns whole answers, AsyncLLM yields the answer so far",
     "regex": _GRAMMAR,
+    "response_format": _GRAMMAR,
+    "return_logprob": "use logprobs",
     "sampling_seed": "use seed",
     "structured_outputs": _GRAMMAR,
+    "top_logprobs": "use logprobs",
+    "top_logprobs_num": "use logprobs",
     "truncate_prompt_tokens": "prompts are not cut",
     "use_beam_search": _NO_BEAMS,
 }
-"""Parameters of vLLM and SGLang, and what to do instead."""
+"""Parameters of OpenAI, vLLM and SGLang, and what to do instead."""
 
 
 class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]

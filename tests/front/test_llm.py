@@ -151,8 +151,17 @@ def test_parameters_as_others_give_them(llm: LLM) -> None:
     params.top_p = 7
     with pytest.raises(ValueError, match="top_p must be in"):
         llm.generate("a", params)
-    with pytest.raises(ValueError, match="max_model_len: unknown setting; here it is context_length"):
-        LLM(model="x", max_model_len=5)
+    with pytest.raises(TypeError, match="SamplingParams has no max_completion_tokens: use max_tokens"):
+        SamplingParams(max_completion_tokens=2)  # type: ignore[call-arg]
+    for name, words in {
+        "max_model_len": "unknown setting; here it is context_length",
+        "pipeline_parallel_size": "not accepted: the model runs in one process on one device; leave it out",
+        "disable_log_stats": "not accepted: they are lines of the log, .*; leave it out",
+        "hf_overrides": "not accepted: edit config.json",
+        "swap_space": "not accepted: weights and KV pool stay on the device; leave it out",
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: {words}"):
+            LLM(model="x", **{name: 5})
 
 
 def test_threads_get_their_own_answers(llm: LLM) -> None:
