@@ -95,10 +95,10 @@ class _Model:
 
     def close(self) -> None:
         """End the requests that run, and free the engine and its memory. The object can't be used afterwards."""
-        if self._engine is not None:
+        if (engine := self._engine) is not None:
             from specserve.engine.memory import return_memory
 
-            self._engine.close()
+            engine.close()
             self._engine = None
             return_memory()
 
