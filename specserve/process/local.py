@@ -57,7 +57,7 @@ class LocalEngine:
 
     @property
     def idle(self) -> Engine:
-        """Return the engine, once it waits for requests."""
+        """Return the engine, once it waits for requests. Until there is one, the caller may use it."""
         self._port.wait_idle()
         return self._ready.result()
 
@@ -83,14 +83,16 @@ class _Port:
         self._routes: dict[str, _Route] = {}
         self._ended: str | None = None  # why the engine takes no more requests
         self._waiting = False  # the engine waits for messages
+        self._lent = False  # and may wait for nothing else: a caller uses it
 
     def receive(self, seconds: float | None) -> list[ToEngine] | None:
         with self._changed:
             if seconds != 0 and not self._inbox:
                 self._waiting = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._inbox or self._ended, seconds)
-                self._waiting = False
+                if not self._changed.wait_for(lambda: self._inbox or self._ended, seconds) and self._lent:
+                    self._changed.wait_for(lambda: self._inbox or self._ended)
+                self._waiting = self._lent = False
             if self._ended:
                 return None
             received, self._inbox = self._inbox, []
@@ -132,6 +134,7 @@ class _Port:
     def wait_idle(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or (self._waiting and not self._inbox))
+            self._lent = True
 
     def _route(self, message: Tokens | Failed) -> _Route | None:
         last = isinstance(message, Failed) or message.finish_reason is not None

@@ -342,6 +342,15 @@ def test_leaks_are_looked_for_once_there_is_rest(llm: LLM) -> None:
     assert found - ended > 0.15
 
 
+def test_a_caller_has_the_idle_engine_for_itself(llm: LLM) -> None:
+    with patch("specserve.process.worker.REST", 0.05):
+        llm.generate("a")
+        engine = engine_of(llm)
+        engine.submit(Submit("its own", [1], SamplingParams()))
+        time.sleep(0.2)
+        assert [each.rid for each in engine.run_once() if isinstance(each, Tokens)] == ["its own"]
+
+
 def test_a_forked_process_has_no_engine(llm: LLM) -> None:
     assert texts(llm.generate("a")) == ["a"]
     if not (child := os.fork()):
