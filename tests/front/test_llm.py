@@ -238,9 +238,11 @@ def test_ctrl_c_ends_the_call_and_not_the_engine(llm: LLM) -> None:
             time.sleep(0.001)
         signal.raise_signal(signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a" * 200)
+    signal.signal(signal.SIGINT, before)
     assert not engine_of(llm).has_work
     assert engine.aborted == [engine.submitted[0].rid]
     assert texts(llm.generate("still here")) == ["still here"]
