@@ -352,8 +352,10 @@ def test_error_is_a_roundings(outputs: int, inputs: int, tokens: int, kind: Kind
     assert float((found.double() - exact).norm() / exact.norm()) < (3e-3 if kind.dtype == FP8 else 2e-3)
 
 
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(5, 34, 256), (300, 70, 15 * 128 + 40)])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "gated"),
+    [(5, 34, 256, False), (5, 34, 256, True), (300, 70, 15 * 128 + 40, True)],
+)
 @pytest.mark.parametrize("kind", [each for each in KINDS if each.dtype == INT4], ids=str)
 def test_converted_first(
     device: torch.device, kind: Kind, tokens: int, outputs: int, inputs: int, gated: bool
