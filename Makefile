@@ -29,8 +29,7 @@ check: $(test_ready)
 	$(python) -m mypy
 
 docs: $(serve_ready)
-	$(python) -m specserve.config > docs/settings.md
-	$(python) -m specserve.tools.reference docs
+	$(python) -m specserve.tools.reference build/docs
 
 clean:
 	rm -rf $(VENV)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from specserve.methods import METHOD_NAMES, NONE
-from specserve.tools.reference.structure import MARK, structure
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -50,15 +49,26 @@ ORDER = [
 ]
 
 
-def test_the_map_is_that_of_the_code() -> None:
-    page = ROOT / "docs" / "structure.md"
-    assert page.read_text() == structure(page), "make docs"
-    assert not re.findall(r"^\| `.+` \|  \|$", page.read_text(), re.M), "modules without a docstring"
+def test_every_module_says_what_it_is() -> None:
+    files = [*(ROOT / "specserve").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    assert not [
+        file for file in files if file.stat().st_size and not ast.get_docstring(ast.parse(file.read_text()))
+    ]
+
+
+def test_what_to_read_first_is_read_in_an_evening() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    part = page.split("## Read this first")[1].split("\n## ")[0]
+    files = re.findall(r"^\| `(\S+\.py)` \|", part, re.M)
+    lines = [len((ROOT / "specserve" / file).read_text().splitlines()) for file in files]
+    assert f"the {len(files)} files that are the engine" in (ROOT / "README.md").read_text()
+    assert 30 < len(files) < 40
+    assert sum(lines) < 5500
 
 
 def test_the_map_names_files_that_exist() -> None:
-    head = (ROOT / "docs" / "structure.md").read_text().split(MARK)[0]
-    paths = re.findall(r"`([\w/]+/[\w.]*)`", head)
+    page = (ROOT / "docs" / "structure.md").read_text()
+    paths = re.findall(r"`([\w/]+/[\w.]*)`", page)
     assert len(paths) > 20
     assert not [
         path for path in paths if not (ROOT / path).exists() and not (ROOT / "specserve" / path).exists()

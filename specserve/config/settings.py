@@ -1,6 +1,6 @@
 """Every setting of the server, declared once.
 
-The command line, the environment, the YAML file, docs/settings.md and /server_info derive from these fields.
+The command line, the environment, the YAML file, the reference and /server_info derive from these fields.
 """
 
 from __future__ import annotations

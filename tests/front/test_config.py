@@ -24,10 +24,10 @@ from specserve.config import (
 )
 from specserve.config import paths as config_paths
 from specserve.config.notes import log_notes
-from specserve.config.reference import reference
 from specserve.config.sampling import resolve_sampling
 from specserve.config.speculation import pool_size, resolve_speculation
 from specserve.methods import JOIN
+from specserve.tools.reference.settings import settings_reference
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(
@@ -195,7 +195,7 @@ def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str)
 def test_what_is_always_refused_is_not_listed() -> None:
     for declared in SETTINGS.values():
         assert not set(declared.refused) & {choice.lower() for choice in declared.choices}
-    assert "fp8_e5m2" not in reference()
+    assert "fp8_e5m2" not in settings_reference()
 
 
 @pytest.mark.parametrize(
@@ -257,12 +257,6 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.value.code == 0
     printed = capsys.readouterr().out
     assert all(declared.flag in printed for declared in SETTINGS.values())
-
-
-def test_reference_is_current() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == reference(), (
-        "python -m specserve.config > docs/settings.md"
-    )
 
 
 def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Write docs/http_reference.md from the JSON schemas of the request models."""
+"""Write the reference of HTTP fields from the JSON schemas of the request models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
 _HEAD = """# Fields of HTTP requests
 
 Written by `make docs` from the models in `specserve/server/` and `specserve/frontend/`, which check every request;
-to change it, edit those. [api.md](api.md) explains requests, answers, errors and the other routes. A running server has
+to change it, edit those. `docs/api.md` explains requests, answers, errors and the other routes. A running server has
 the same description at `/openapi.json`, and as pages at `/docs` and `/redoc`, whose scripts the browser loads from
 `cdn.jsdelivr.net`.
 

@@ -1,4 +1,4 @@
-"""Write docs/python_reference.md from the signatures and docstrings of the public classes."""
+"""Write the reference of the public classes from their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CLASSES: tuple[type, ...] = (
 
 _HEAD = f"""# Python API
 
-Written by `make docs` from the code; to change it, edit the docstrings. [api.md](api.md#python) has an example. The
-classes down to `FunctionCall` are imported from `specserve`. `LLM` and `AsyncLLM` take every [setting](settings.md) by
+Written by `make docs` from the code; to change it, edit the docstrings. `docs/api.md` has examples. The
+classes down to `FunctionCall` are imported from `specserve`. `LLM` and `AsyncLLM` take every setting by
 its name. A wrong value or an unknown setting raises `ValueError`, which names the setting,
 prompt or parameter. A call that does not match the signature, such as `SamplingParams(5)` (parameters are keyword-only)
 or `SamplingParams(foo=1)`, raises `TypeError`.
