@@ -1,9 +1,13 @@
-"""Turn a submission into a request, or say why it can't be served."""
+"""From a submission to a request that may begin: its check, the compilation of its grammar, and the queue."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import time
+from bisect import bisect_left, insort
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from operator import attrgetter
 
 from specserve.core import MAX_SEED, Capacity, FieldError
 from specserve.messages import Submit
@@ -11,9 +15,12 @@ from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import Skill
 from specserve.speculation.state import draft_cap
 
+_RANK = attrgetter("rank")
+WAIT = 0.005  # seconds for which an idle engine waits for a grammar at a time
+
 
 class Admission:
-    """Check requests, and give each an arrival number and a seed."""
+    """Turn a submission into a request with an arrival number and a seed, or say why it can't be served."""
 
     def __init__(
         self,
@@ -63,3 +70,62 @@ class Admission:
             tenant=message.tenant,
             scores=None if params.prompt_logprobs is None else [],
         )
+
+
+class Compiling:
+    """Requests whose grammars are being compiled, each with the time at which it came. Until they join the queue, they
+    delay no other."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[Submit, float, Future[object]]] = {}  # by id
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, message: Submit, compilation: Future[object]) -> None:
+        self._pending[message.rid] = message, time.monotonic(), compilation
+
+    def drop(self, rid: str) -> bool:
+        """Forget a request. Return whether it was here."""
+        return self._pending.pop(rid, None) is not None
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def take(self, idle: bool) -> list[tuple[Submit, float, BaseException | None]]:
+        """Take the requests whose compilation has ended, each with its time and its error or None. ``idle``: there is
+        nothing else to do, so wait a while for one."""
+        if idle and self._pending:
+            wait([compilation for *_, compilation in self._pending.values()], WAIT, FIRST_COMPLETED)
+        done = [rid for rid, (*_, compilation) in self._pending.items() if compilation.done()]
+        return [(message, came, each.exception()) for message, came, each in map(self._pending.pop, done)]
+
+
+class Queue:
+    """Waiting requests by id and by rank, lowest first. Adding and removing only move references."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._ranked: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+    @property
+    def head(self) -> Request:
+        return self._ranked[0]
+
+    def add(self, request: Request) -> None:
+        self._by_id[request.rid] = request
+        insort(self._ranked, request, key=_RANK)
+
+    def take(self, rid: str) -> Request | None:
+        """Remove and return a request; None if it is not waiting."""
+        request = self._by_id.pop(rid, None)
+        if request is not None:
+            del self._ranked[bisect_left(self._ranked, request.rank, key=_RANK)]
+        return request
+
+    def clear(self) -> None:
+        self._by_id.clear()
+        self._ranked.clear()

@@ -23,15 +23,13 @@ from specserve.engine.kernels import WATCH
 from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
-from specserve.scheduler.admission import Admission
-from specserve.scheduler.compiling import Compiling
+from specserve.scheduler.admission import Admission, Compiling, Queue
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
 from specserve.scheduler.prompt_chunk import PromptChunk
-from specserve.scheduler.queue import Queue
 from specserve.scheduler.request import Request
 from specserve.scheduler.results import given_by, message_of, until_end
 from specserve.speculation.control.acceptance import Given

@@ -19,10 +19,10 @@ from torch import Tensor
 from specserve.attention.base import Chunks, Nodes, Plan
 from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
-from specserve.speculation.commit import follow
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.logprobs import Logprobs, prompt_logprobs
 from specserve.speculation.sampler import Choices, hold, open_sampling
+from specserve.speculation.step import follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ What may enter this file: calls on device tensors in shapes fixed by ``StepShape
 shape, no branch on a request's features or a drafter's name. A CUDA graph captures the whole of ``step``, or each of
 its three parts where the host works between them.
 
-Shapes: T packed nodes (roots included), V vocabulary, W words of 32 tokens each.
+Shapes: B slots, S draft levels, T packed nodes (roots included), V vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from specserve_kernels import Accepted, Tree, accept_path, observe_source, select_tree, single_nodes
+from specserve_kernels import (
+    Accepted,
+    Tree,
+    accept_path,
+    advance,
+    follow_prediction,
+    move_kv,
+    observe_source,
+    select_tree,
+    single_nodes,
+)
 from torch import Tensor
 
 from specserve.attention.base import Nodes
 from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
-from specserve.speculation.commit import commit, follow
 from specserve.speculation.context import Context, TargetStates, View
 from specserve.speculation.sampler import Choices, Sampling, hold
 from specserve.speculation.shape import StepShape
@@ -99,6 +108,30 @@ def settle(context: Context, verified: Verified, words_TW: Tensor | None = None)
     commit(context, view, accepted, states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
     return StepResult(accepted, verified.logits_TV, predicted_B2, observe(context, view, tree, accepted))
+
+
+def commit(context: Context, view: View, accepted: Accepted, states: TargetStates, in_place: bool) -> None:
+    """Write the accepted path to the target's cache, the drafter's cache and the request state, in the same way after
+    every step, drafted or not, so that speculation can start at any step. ``in_place``: the accepted nodes are already
+    at their final slots, as in chains. Entries after the accepted path go to the dummy page."""
+    if not in_place:
+        for group in context.pool.target_groups:
+            move_kv(group, accepted)
+    features_TH = context.drafter.commit(context, accepted, states)
+    state = context.state
+    counts_RV = state.sampling.counts if view.needs.penalties else None
+    advance(accepted, view.slots, state.slots, features_TH, context.pool.page_feature, counts_RV)
+
+
+def follow(
+    context: Context, view: View, length_B: Tensor, token_BS: Tensor, count_B: Tensor
+) -> Tensor | None:
+    """Move each slot's position in its predicted text past the ``count_B`` tokens emitted from position ``length_B +
+    1`` on. Return what ``follow_prediction`` reports, or None if no request has a prediction."""
+    prediction, slots = view.prediction(context), context.state.slots
+    if prediction is None:
+        return None
+    return follow_prediction(prediction, slots.tokens, view.slots.rows_B, length_B, token_BS, count_B)
 
 
 def observe(context: Context, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:

@@ -229,7 +229,7 @@ def test_the_controller_drafts_where_the_prediction_is_right(random_models: Chec
 def test_a_request_without_one_costs_nothing_and_says_so(random_models: Checkpoints) -> None:
     """The host knows: neither the draft nor the step looks at the table."""
     scheduler = random_models.scheduler("EAGLE", (2, 1, 3))
-    with patch("specserve.speculation.commit.follow_prediction", side_effect=AssertionError):
+    with patch("specserve.speculation.step.follow_prediction", side_effect=AssertionError):
         answer = answer_one(scheduler, PROMPT, SamplingParams(temperature=0, max_tokens=8))
     assert answer.usage.predicted == 0
     assert context_of(make_scheduler(random_models.target)).state.prediction is None

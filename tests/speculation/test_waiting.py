@@ -11,7 +11,7 @@ import pytest
 
 from specserve.core import SamplingParams
 from specserve.messages import Submit
-from specserve.scheduler.compiling import Compiling
+from specserve.scheduler.admission import Compiling
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
