@@ -417,8 +417,8 @@ class Settings:
     speculative_datastore: str | None = setting(
         None,
         "File of texts that REST proposes from, the same for all API keys: one that `python -m specserve.datastore` or "
-        "REST's own tools wrote with this model's tokenizer, or `org/name/file` of the hub. It is mapped, not read "
-        "into memory: replace it by renaming a new file over it, since one that shrinks in place ends the engine.",
+        "REST's own tools wrote with this model's tokenizer, or `org/name/file` of the hub. The file is memory-mapped. "
+        "To replace it, rename a new file over it; truncating it in place crashes the engine.",
         group=SPECULATION,
     )
     speculative_lookahead_window: int | None = setting(

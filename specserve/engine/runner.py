@@ -151,8 +151,8 @@ class Launch:
             if row.scored:
                 scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
                 scored += len(row.scored)
-            foretold = range(first, first + count)
-            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, foretold, counts, error))
+            hits = range(first, first + count)
+            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, hits, counts, error))
         return out
 
 

@@ -50,8 +50,8 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> tuple[int, str]:
-        """The most positions that the model can be served with, and the field that limits them. A scaled rope extends
-        the trained positions; within its sliding window a model attends to everything."""
+        """The longest context that the model supports, and the config field that limits it. A scaled rope extends the
+        trained positions; within its sliding window a model attends to everything."""
         longest, limit = self.max_position_embeddings, "max_position_embeddings"
         reach = {"linear": longest, "yarn": self.rope.original_max_position_embeddings}
         if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:

@@ -9,7 +9,7 @@ from specserve.engine.masks import Masks
 from specserve.scheduler.request import Request
 
 IDLE = 8e-5  # seconds, for each request, that the device idles before a step that waits; measured next to an H200
-STEP = 4  # requests that add as much as the step itself
+FIXED_COST = 4  # a step's fixed cost, in requests
 LEARN = 0.1  # weight of a new measurement
 
 
@@ -34,10 +34,10 @@ class Constraints:
         slack = self._masks.slack
         held = [r for r in requests if r.params.grammar is not None and r.skill.cap and not slack(r.slot)]
         share = sum(r.skill.floor for r in held) / max(len(requests), 1)
-        return share * self._seconds > self._idle * (len(requests) + STEP)
+        return share * self._seconds > self._idle * (len(requests) + FIXED_COST)
 
     def ran(self, requests: int, seconds: float, idle: float | None) -> None:
         """Count a step of ``requests``, before which the device idled for ``idle`` seconds; None if it did not wait."""
         self._seconds = seconds
         if idle is not None:
-            self._idle += LEARN * (idle / (requests + STEP) - self._idle)
+            self._idle += LEARN * (idle / (requests + FIXED_COST) - self._idle)

@@ -8,8 +8,8 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request, row_init
 from specserve.speculation.state import RowInit
 
-# The cost of one more launch: about as many prompt tokens as a GPU computes while it reads the weights once.
-LAUNCH = 256
+# The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
+LAUNCH_COST = 256
 MOST_WAITS = 2  # launches that one request waits for
 
 
@@ -24,7 +24,7 @@ class PromptChunk:
         self._memory = memory
         self._counters = counters
         self.room = room
-        self._most = min(LAUNCH, room)
+        self._most = min(LAUNCH_COST, room)
         self._again = 0  # tokens that the launch computes more than once
         self.rows: list[Row] = []
         self.requests: list[Request] = []

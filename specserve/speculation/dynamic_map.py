@@ -55,7 +55,7 @@ class DynamicMap:
         self._history_V = np.zeros(vocab_size)
         self.running_V = np.zeros(vocab_size, np.int64)
         self._fresh: list[int] = []
-        self._said = self._held = 0.0
+        self._tokens_seen = self._tokens_covered = 0.0
         self._steps = 0
         self._entered = False
         self.rows_R = self._best(self._shares())
@@ -63,7 +63,7 @@ class DynamicMap:
     @property
     def coverage(self) -> float | None:
         """The share of recent output that the map of that time covered; None before the first review."""
-        return self._held / self._said if self._said else None
+        return self._tokens_covered / self._tokens_seen if self._tokens_seen else None
 
     def enter(self, tokens: Sequence[int]) -> None:
         """Count the text of a request that starts running."""
@@ -103,8 +103,8 @@ class DynamicMap:
             return
         fresh_V = np.bincount(fresh, minlength=len(self._history_V))
         kept = 0.5 ** (len(fresh) / (HALF_LIFE * self.size))
-        self._said = self._said * kept + len(fresh)
-        self._held = self._held * kept + int(fresh_V[self._ids_O[self.rows_R]].sum())
+        self._tokens_seen = self._tokens_seen * kept + len(fresh)
+        self._tokens_covered = self._tokens_covered * kept + int(fresh_V[self._ids_O[self.rows_R]].sum())
         self._history_V = self._history_V * kept + fresh_V
         self.running_V += fresh_V
 

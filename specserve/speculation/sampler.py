@@ -44,8 +44,8 @@ class VocabMap:
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The nodes after which N tokens are chosen: state row, the node's position (its token goes one further), the
-    tokens after the root on the path to the node (V: padding), and the slot (None: equally many nodes a slot, in
-    order)."""
+    tokens after the root on the path to the node (V: padding), and the slot (None: every slot has the same
+    number of nodes, in order)."""
 
     rows_N: Tensor
     position_N: Tensor

@@ -2,7 +2,7 @@
 
 What may enter this file: calls on device tensors in shapes fixed by ``StepShape``. No host read, no data-dependent
 shape, no branch on a request's features or a drafter's name. A CUDA graph captures the whole of ``step``, or each of
-its three parts where the host works between them.
+its three parts where masks are filled on the host between them.
 
 Shapes: B slots, S draft levels, T packed nodes (roots included), V vocabulary, W words of 32 tokens each.
 """

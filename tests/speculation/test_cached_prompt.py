@@ -12,7 +12,7 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
 from specserve.engine.runner import Launch
-from specserve.scheduler.prompt_chunk import LAUNCH, MOST_WAITS
+from specserve.scheduler.prompt_chunk import LAUNCH_COST, MOST_WAITS
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import (
     Answer,
@@ -151,7 +151,7 @@ def test_what_is_computed_twice_is_worth_less_than_a_launch(random_models: Check
     params = SamplingParams(max_tokens=2)
     scheduler = random_models.scheduler(*SHAPES[0], **settings)
     assert rows_by_launch(scheduler, [PROMPT[:20]] * 8, params) == [[20] * 8]
-    beside = (LAUNCH - 1) // 64
+    beside = (LAUNCH_COST - 1) // 64
     scheduler = random_models.scheduler(*SHAPES[0], **settings)
     launches = rows_by_launch(scheduler, [[*PROMPT, i] for i in range(16)], params)
     assert launches == [[71] * (1 + beside), [7] * (15 - beside)]

@@ -157,7 +157,9 @@ def test_a_step_waits_only_where_it_pays() -> None:
     params = SamplingParams(grammar=grammar.regex("a*"))
     constraints = Constraints(Masks())
     requests = [
-        cast(Request, SimpleNamespace(params=params, slot=0, skill=Skill(4, True, foretold=3, tokens=9)))
+        cast(
+            Request, SimpleNamespace(params=params, slot=0, skill=Skill(4, True, predicted_hits=3, tokens=9))
+        )
     ]
     with patch.object(Masks, "slack", lambda self, slot: 0):
         assert not constraints.force(requests)  # nothing was measured

@@ -50,7 +50,7 @@ class Skill:
     one iteration a step; ``residual`` and ``information`` are sums over tested levels.
 
     ``predicted``: the request has a predicted text, its own or forced by a grammar, which determines its acceptance
-    instead of the draft's quality. ``foretold`` of ``tokens`` tokens were predicted. Both start from a prior, which
+    instead of the draft's quality. ``predicted_hits`` of ``tokens`` tokens were predicted. Both start from a prior that
     decays.
     """
 
@@ -58,14 +58,14 @@ class Skill:
     predicted: bool = False
     residual: float = 0.0
     information: float = 0.0
-    foretold: float = PREDICTED_TESTS * PRIOR_PREDICTED
+    predicted_hits: float = PREDICTED_TESTS * PRIOR_PREDICTED
     tokens: float = PREDICTED_TESTS
 
     @classmethod
     def of(cls, cap: int, params: SamplingParams) -> Skill:
         if params.prediction or params.grammar is None:
             return cls(cap, predicted=bool(params.prediction))
-        return cls(cap, predicted=True, foretold=PREDICTED_TESTS * PRIOR_DUE)
+        return cls(cap, predicted=True, predicted_hits=PREDICTED_TESTS * PRIOR_DUE)
 
     @property
     def shift(self) -> float:
@@ -74,7 +74,7 @@ class Skill:
     @property
     def floor(self) -> float:
         """The probability that the predicted text is right about the next token; 0 without one."""
-        return self.foretold / self.tokens if self.predicted else 0.0
+        return self.predicted_hits / self.tokens if self.predicted else 0.0
 
     def observe(self, residual: float, information: float) -> None:
         """Add evidence. ``residual``: accepted levels minus those expected; ``information``: the variance of that
@@ -82,10 +82,11 @@ class Skill:
         self.residual += residual + information * self.shift
         self.information += information
 
-    def follow(self, foretold: int, emitted: int) -> None:
-        """Count a step, drafted or not, that emitted ``emitted`` tokens, the first ``foretold`` of them predicted."""
-        self.foretold = SKILL_FORGET * self.foretold + foretold
-        self.tokens = SKILL_FORGET * self.tokens + min(foretold + 1, emitted)
+    def follow(self, predicted_hits: int, emitted: int) -> None:
+        """Count a step, drafted or not, that emitted ``emitted`` tokens, of which the first ``predicted_hits`` were
+        predicted."""
+        self.predicted_hits = SKILL_FORGET * self.predicted_hits + predicted_hits
+        self.tokens = SKILL_FORGET * self.tokens + min(predicted_hits + 1, emitted)
 
     def forget(self) -> None:
         """Decay the evidence of earlier steps: without more of it a request becomes like the others again."""

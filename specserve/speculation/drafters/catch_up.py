@@ -107,16 +107,16 @@ class CatchUpDrafter(FixedTokens):
         slots, size = view.slots, most + masks
         q_start = torch.nn.functional.pad((end_B + masks - begin_B).cumsum(0), (1, 0))
         index_T = torch.arange(len(begin_B) * size, device=q_start.device)
-        slot_T = torch.searchsorted(q_start[1:], index_T, right=True)  # of what is left over B
-        there_T, own_T = slot_T < len(begin_B), slot_T.clamp(max=len(begin_B) - 1)
-        local_T = (index_T - q_start[slot_T]).where(there_T, 0)
-        position_T = (begin_B[own_T] + local_T).where(there_T, 0)
-        page_T, offset_T = address(slots.pages_BM[own_T], position_T, slots.page_size)
+        row_T = torch.searchsorted(q_start[1:], index_T, right=True)  # padding rows get slot B
+        live_T, slot_T = row_T < len(begin_B), row_T.clamp(max=len(begin_B) - 1)
+        local_T = (index_T - q_start[row_T]).where(live_T, 0)
+        position_T = (begin_B[slot_T] + local_T).where(live_T, 0)
+        page_T, offset_T = address(slots.pages_BM[slot_T], position_T, slots.page_size)
         nodes = Nodes(
             pages_BM=slots.pages_BM,
             length_B=begin_B,
             q_start=q_start,
-            slot_T=slot_T,
+            slot_T=row_T,
             local_T=local_T,
             mask_T=chain_masks(local_T)[1],
             levels=None,
@@ -124,13 +124,13 @@ class CatchUpDrafter(FixedTokens):
             max_kv=max_kv,
             kv_start=self.needs.kv_start,
         )
-        said_T = torch.minimum(position_T, slots.length_B[own_T]) if masks else position_T
-        token_T = context.state.slots.tokens[slots.rows_B[own_T], said_T].long()
+        clipped_T = torch.minimum(position_T, slots.length_B[slot_T]) if masks else position_T
+        token_T = context.state.slots.tokens[slots.rows_B[slot_T], clipped_T].long()
         if masks:
-            token_T = token_T.where(position_T < end_B[own_T], mask_token)
+            token_T = token_T.where(position_T < end_B[slot_T], mask_token)
         plan = context.attention.plan_verify(nodes)
-        attend = self._attend(context, plan, page_T.where(there_T, 0), offset_T)
-        return Rows(TokenBatch(token_T, position_T, attend), own_T, q_start)
+        attend = self._attend(context, plan, page_T.where(live_T, 0), offset_T)
+        return Rows(TokenBatch(token_T, position_T, attend), slot_T, q_start)
 
     def _attend(self, context: Context, plan: Plan, page_T: Tensor, offset_T: Tensor) -> PagedAttend:
         return PagedAttend(context.pool, plan, page_T, offset_T, self._layer)

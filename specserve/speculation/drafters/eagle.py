@@ -172,7 +172,7 @@ def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabular
     ids_O = ids_O.to(device)
     rows_R = torch.from_numpy(dynamic_map.rows_R).to(device)
     rows = score_by(loaded.head, rows_R)
-    log.info("the draft reads %d of its %d rows, chosen by a live map", len(rows_R), len(ids_O))
+    log.info("the draft reads %d of its %d rows, chosen by a dynamic map", len(rows_R), len(ids_O))
     return Vocabulary(VocabMap.of(ids_O[rows_R], size), dynamic_map, rows, ids_O)
 
 

@@ -29,13 +29,13 @@ class SuffixDrafter(NgramDrafter):
         table, slots = context.state.continuations, view.slots
         assert table is not None
         text_RC = context.state.slots.tokens[:, : view.max_length + 1]
-        told_BS, matched_BS = follow_continuation(table, text_RC, slots.rows_B, slots.length_B, size)
-        told_B1S = scores_of(matched_BS[:, None], score_BKS.dtype)
+        host_BS, matched_BS = follow_continuation(table, text_RC, slots.rows_B, slots.length_B, size)
+        host_score_B1S = scores_of(matched_BS[:, None], score_BKS.dtype)
         # Where two begin with the same token, keep the better one.
-        same_BK = (token_BKS[:, :, 0] == told_BS[:, :1]) & score_BKS[:, :, 0].isfinite()
-        better_BK = told_B1S[:, :, 0] > score_BKS[:, :, 0]
-        told_B1S = told_B1S.masked_fill((same_BK & ~better_BK).any(1)[:, None, None], -torch.inf)
+        same_BK = (token_BKS[:, :, 0] == host_BS[:, :1]) & score_BKS[:, :, 0].isfinite()
+        better_BK = host_score_B1S[:, :, 0] > score_BKS[:, :, 0]
+        host_score_B1S = host_score_B1S.masked_fill((same_BK & ~better_BK).any(1)[:, None, None], -torch.inf)
         score_BKS = score_BKS.masked_fill((same_BK & better_BK)[:, :, None], -torch.inf)
         return best_of(
-            torch.cat([told_BS[:, None], token_BKS], 1), torch.cat([told_B1S, score_BKS], 1), count
+            torch.cat([host_BS[:, None], token_BKS], 1), torch.cat([host_score_B1S, score_BKS], 1), count
         )
