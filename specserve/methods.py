@@ -5,6 +5,7 @@ Imports no torch, because settings, tools and documentation read it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -126,6 +127,23 @@ def register(method: Method) -> None:
 def method_of(name: str) -> Method | None:
     """Return the method of a name or an alias, None for plain decoding."""
     return None if name == NONE else METHODS[name]
+
+
+OWN_HEADS = {"MTP": ("MiMoForCausalLM", "num_nextn_predict_layers")}
+"""Kinds of draft head that a target's checkpoint may contain: the target's architecture, and the field that counts
+them."""
+
+
+def carries_draft(algorithm: str, model_path: Path) -> bool:
+    """Return whether the model's own checkpoint contains the head that the algorithm runs, so that no draft is
+    needed."""
+    method = method_of(algorithm)
+    own = [OWN_HEADS[kind] for kind in (method.heads if method else ()) if kind in OWN_HEADS]
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+        return any(name in config["architectures"] and config.get(count) != 0 for name, count in own)
+    except (OSError, ValueError, LookupError, TypeError):  # loading the model reports the error
+        return False
 
 
 def parts_of(name: str) -> list[str]:

@@ -121,7 +121,7 @@ def test_folders_import_in_one_direction() -> None:
 
 
 def test_only_their_records_know_methods_by_name() -> None:
-    """Elsewhere such a name is that of a kind of head: what checkpoints hold, and what is trained."""
+    """Elsewhere such a name is that of a kind of head, which checkpoints hold."""
     named = {name for name in METHOD_NAMES if name != NONE}
     kinds = ("specserve.models.draft.", "specserve.tools.train.")
     found = {
@@ -131,7 +131,7 @@ def test_only_their_records_know_methods_by_name() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and node.value in (*named, NONE)
     }
-    assert found == {("specserve.config.speculation", "MTP")}, "which models carry such a head"
+    assert not found
 
 
 def test_no_imports_go_in_circles() -> None:

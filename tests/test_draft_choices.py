@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from specserve.config import make_settings
-from specserve.config.speculation import carries_draft, resolve_speculation
-from specserve.methods import METHOD_NAMES, method_of
+from specserve.config.speculation import resolve_speculation
+from specserve.methods import METHOD_NAMES, carries_draft, method_of
 from specserve.models.checkpoint import load_target
 from specserve.models.draft.fields import FIELDS, parse_overrides
 from specserve.models.draft.load import LoadedDraft, load_draft

@@ -8,8 +8,8 @@ from pathlib import Path
 from specserve.config import hub
 from specserve.config.notes import Unused
 from specserve.config.settings import SETTINGS, Settings
-from specserve.config.speculation import DYNAMIC, carries_draft
-from specserve.methods import METHOD_NAMES, method_of
+from specserve.config.speculation import DYNAMIC
+from specserve.methods import METHOD_NAMES, carries_draft, method_of
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 BUNDLED_MODEL = BUNDLED / "chat"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.notes import Unused
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
-from specserve.methods import MOST_COPIED, Lookahead, Method, method_of, names_like
+from specserve.methods import MOST_COPIED, Lookahead, Method, names_like
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -177,19 +175,6 @@ def lookahead_of(settings: Settings) -> Lookahead | None:
 def pool_size(steps: int, topk: int) -> int:
     """Return the candidates in a slot's pool after ``steps`` levels: topk, then topk² for each further level."""
     return topk + (steps - 1) * topk * topk
-
-
-def carries_draft(algorithm: str, model_path: Path) -> bool:
-    """Return whether the model's own checkpoint contains the head that the algorithm runs, so that no draft is
-    needed."""
-    method = method_of(algorithm)
-    if method is None or "MTP" not in method.heads:
-        return False
-    try:
-        config = json.loads((model_path / "config.json").read_text())
-        return "MiMoForCausalLM" in config["architectures"] and config.get("num_nextn_predict_layers") != 0
-    except (OSError, ValueError, LookupError, TypeError):  # loading the model reports the error
-        return False
 
 
 def _fixed(
