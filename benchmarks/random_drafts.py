@@ -29,7 +29,7 @@ from specserve.models.draft.block_source import default_ids
 from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
-from specserve.tools.train.export import block_config
+from specserve.tools.train.block import block_config
 
 LLAMA_1B = Shape(2048, 8192, 16, 32, 8, 64, 128256, 0)
 LAYERS, BLOCK, RANK = 5, 7, 256

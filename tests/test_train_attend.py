@@ -12,7 +12,9 @@ from torch import Tensor
 from specserve.layers.batch import AttentionInputs, TokenBatch
 from specserve.models.draft.head import LayerHead
 from specserve.tools.train.attend import CausalAttend, TestTimeAttend
-from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.tools.train.eagle import make_eagle
+from specserve.tools.train.eagle3 import make_eagle3
+from specserve.tools.train.heads import HeadOptions
 from specserve.tools.train.packed_attention import (
     _dense_backward,  # private: what a GPU runs in float64 and float32, which a CPU does not
     _dense_forward,  # private: as above

@@ -78,7 +78,7 @@ def test_what_is_trained_is_what_the_file_drafts(
     args.export_dtype = "float64"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(write_draft.__globals__["DTYPES"], "float64", torch.float64)
-        write_draft(args, trainer, target)
+        write_draft(args, trainer)
     assert len(levels) == (3 if kind == "DFLASH" else 4)
     anchored = draw_anchors(batch, 6, len(levels), training=False)
     document_T = batch.packing.documents(len(batch.tokens_T))
@@ -158,7 +158,7 @@ def test_the_written_names(agreeing: Checkpoints, tmp_path: Path) -> None:
     found = {}
     for algorithm, more in (("MEDUSA", ["--medusa-heads", "2"]), ("DSPARK", [])):
         args = arguments(algorithm, agreeing.target, tmp_path / algorithm, *more)
-        write_draft(args, make_trainer(args, target, documents), target)
+        write_draft(args, make_trainer(args, target, documents))
         (file,) = (tmp_path / algorithm).glob("*.safetensors")
         found[file.name] = {name: tuple(tensor.shape) for name, tensor in load_file(file).items()}
     assert found["medusa_lm_head.safetensors"] == {
@@ -167,11 +167,11 @@ def test_the_written_names(agreeing: Checkpoints, tmp_path: Path) -> None:
         for name, shape in {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (64, 32)}.items()
     }
     scored = arguments("MEDUSA", agreeing.target, tmp_path / "no_scores", "--medusa-scores", "target")
-    write_draft(scored, make_trainer(scored, target, documents), target)
+    write_draft(scored, make_trainer(scored, target, documents))
     without = load_file(tmp_path / "no_scores" / "medusa_lm_head.safetensors")
     assert {name.split(".", 1)[1] for name in without} == {"0.linear.weight", "0.linear.bias"}
     mlp = arguments("MLP_SPECULATOR", agreeing.target, tmp_path / "mlp", "--mlp-inner", "24")
-    write_draft(mlp, make_trainer(mlp, target, documents), target)
+    write_draft(mlp, make_trainer(mlp, target, documents))
     stored = load_file(tmp_path / "mlp" / "model.safetensors")
     assert {name.removeprefix("speculator."): tuple(each.shape) for name, each in stored.items()} == {
         "emb.0.weight": (64, 24),

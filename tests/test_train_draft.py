@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from specserve.layers.decoder import RMSNorm
 from specserve.models.checkpoint import load_parameters
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train import export
-from specserve.tools.train.block import BlockTrainer
-from specserve.tools.train.eagle import EagleTrainer
-from specserve.tools.train.eagle3 import Eagle3Trainer
-from specserve.tools.train.heads import HeadOptions, make_block, make_eagle, make_eagle3
+from specserve.tools.train.block import BlockTrainer, block_trainer
+from specserve.tools.train.cli import parse_args
+from specserve.tools.train.eagle import EagleTrainer, eagle_files, make_eagle
+from specserve.tools.train.eagle3 import Eagle3Trainer, eagle3_files, make_eagle3
+from specserve.tools.train.heads import HeadOptions
 from specserve.tools.train.level import Level, Levels
 from specserve.tools.train.loop import Loop, LoopConfig
 from specserve.tools.train.optim import build_optimizers, rate
@@ -81,8 +83,11 @@ def test_a_fresh_draft_is_as_unsure_as_chance(kind: str) -> None:
         draft = make_eagle3(target, HeadOptions(taps=TAPS), 64, IDS)
         trainer = Eagle3Trainer(target, draft, IDS, 7, 0.8)
     else:
-        block = make_block(target, HeadOptions(taps=(1, 3)), 64, layers=2, block_size=4, mask_id=39)
-        trainer = BlockTrainer(target, block, 8, 0.8, 1.0)
+        given = "--algorithm DFLASH --model-path m --data d --output o --aux-layers 1 3 --draft-layers 2 --anchors 8"
+        args = parse_args(
+            [*given.split(), *["--block-size", "4", "--mask-token", "39", "--max-length", "60"]]
+        )
+        trainer = block_trainer(args, target, [], size=16, markov=False)
     _, metrics = trainer.loss(batch)
     chance = math.log(len(IDS) if kind == "eagle3" else 40)
     losses = [float(metrics[f"loss_{i + 1}"]) for i in range(3)]
@@ -189,10 +194,10 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_eagle_export_has_the_published_layout(tmp_path: Path) -> None:
     trainer = make_trainer("eagle")
+    assert isinstance(trainer, EagleTrainer)
     target = tiny_target()
-    tensors = export.eagle_tensors(trainer.draft, target)
-    config = export.eagle_config(trainer.draft.config, target.config, torch.float16)
-    export.write(tensors, config, tmp_path, torch.float16, "bin")
+    files = eagle_files(trainer, Namespace(export_dtype="float16"))
+    export.write(files, tmp_path, torch.float16, "bin")
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     layer = "layers.0."
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
@@ -218,9 +223,8 @@ def test_eagle3_export_has_the_published_layout(tmp_path: Path) -> None:
     trainer = make_trainer("eagle3")
     assert isinstance(trainer, Eagle3Trainer)
     target = tiny_target()
-    config = export.eagle3_config(trainer.draft.config, target.config, torch.bfloat16)
-    tensors = export.eagle3_tensors(trainer.draft, trainer.draft_ids)
-    export.write(tensors, config, tmp_path, torch.bfloat16, "safetensors")
+    files = eagle3_files(trainer, Namespace(export_dtype="bfloat16"))
+    export.write(files, tmp_path, torch.bfloat16, "safetensors")
     found = load_file(tmp_path / "model.safetensors")
     layer = "midlayer."
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {

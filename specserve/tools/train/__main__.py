@@ -9,51 +9,33 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specserve.frontend.tokenizer import load_tokenizer
-from specserve.models.checkpoint import DTYPES, file_tensors, load_target
-from specserve.models.draft.block import BlockHead
-from specserve.models.draft.eagle import EagleHead
-from specserve.models.draft.medusa import MedusaHeads
-from specserve.models.draft.mlp_speculator import MLPSpeculator
+from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.llama import LlamaModel
 from specserve.tools.train import export, report
-from specserve.tools.train.block import BlockTrainer
 from specserve.tools.train.chat import Encoder
-from specserve.tools.train.cli import TAKEN_BY, parse_args
+from specserve.tools.train.cli import parse_args
 from specserve.tools.train.data import load_sources
-from specserve.tools.train.eagle import EagleTrainer
-from specserve.tools.train.eagle3 import Eagle3Trainer
-from specserve.tools.train.heads import (
-    HeadOptions,
-    make_block,
-    make_eagle,
-    make_eagle3,
-    make_medusa,
-    make_mlp_speculator,
-)
-from specserve.tools.train.last_state import LastStateTrainer
+from specserve.tools.train.drafts import DRAFTS, OPTIONS
 from specserve.tools.train.loop import Loop, LoopConfig
 from specserve.tools.train.optim import build_optimizers
 from specserve.tools.train.packing import Documents, Rows, RowSampler, identity, pack
-from specserve.tools.train.vocab import draft_vocabulary, unused_token
+from specserve.tools.train.trainer import Trainer
 
 log = logging.getLogger("specserve.tools.train")
 # Share and maximum of a source's documents, if no held-out file is given.
 HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512
-# Options, besides those of the batch, on which the time of a step depends most.
-SIZES = ("ttt_length", "draft_vocab_size", "draft_layers", "anchors", "medusa_heads", "mlp_levels")
 BATCH_TOKENS, BATCH_TOKENS_CPU = 8192, 2048
 # Settings that a resumed run must share with the one that wrote the checkpoint, besides the data.
 FIXED = (
     *("algorithm", "max_length", "batch_tokens", "accumulate", "optimizer", "lr", "weight_decay"),
-    *("warmup", "schedule", "clip", "seed", "shares", "ttt_decay"),
-    *TAKEN_BY,
+    *("warmup", "schedule", "clip", "seed", "shares"),
+    *(option.name for option in OPTIONS),
 )
-
-Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | LastStateTrainer
 
 
 def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str, Documents]]:
@@ -77,59 +59,12 @@ def _sources(paths: list[Path], encoder: Encoder | None) -> dict[str, Documents]
     return found
 
 
-def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[str, Documents]) -> Trainer:
+def make_trainer(
+    args: argparse.Namespace, target: LlamaModel, train: Mapping[str, Documents]
+) -> Trainer[Any]:
     """Return the trainer of a fresh draft, on the target's device."""
-    options = HeadOptions(
-        intermediate_size=args.draft_intermediate_size,
-        num_heads=args.draft_num_heads,
-        num_kv_heads=args.draft_num_kv_heads,
-        rope_theta=args.rope_theta,
-        taps=tuple(args.aux_layers) if args.aux_layers else None,
-    )
-    levels = args.ttt_length or (7 if args.algorithm == "EAGLE3" else 3)
-    positions = args.max_length + max(levels, report.CHAIN)
     torch.manual_seed(args.seed)
-    if args.algorithm == "EAGLE":
-        draft = make_eagle(target, options, positions)
-        return EagleTrainer(target, draft, levels, args.ttt_decay, args.feature_weight, args.ce_weight)
-    if args.algorithm == "MEDUSA":
-        scorers = args.medusa_heads if args.medusa_scores == "own" else 0
-        heads = make_medusa(target, args.medusa_heads, args.medusa_layers, scorers)
-        return LastStateTrainer(target, heads, args.ttt_decay)
-    if args.algorithm == "MLP_SPECULATOR":
-        speculator = make_mlp_speculator(target, args.mlp_levels, args.mlp_inner)
-        return LastStateTrainer(target, speculator, args.ttt_decay)
-    if args.algorithm in ("DFLASH", "DSPARK"):
-        return _block_trainer(args, target, options, list(train.values()))
-    vocab = target.config.vocab_size
-    size = args.draft_vocab_size or min(32000, vocab)
-    ids = draft_vocabulary(list(train.values()), vocab, size).to(target.device)
-    return Eagle3Trainer(target, make_eagle3(target, options, positions, ids), ids, levels, args.ttt_decay)
-
-
-def _block_trainer(
-    args: argparse.Namespace, target: LlamaModel, options: HeadOptions, data: list[Documents]
-) -> BlockTrainer:
-    dspark, vocab = args.algorithm == "DSPARK", target.config.vocab_size
-    size = args.block_size or (7 if dspark else 16)
-    mask = unused_token(data, vocab) if args.mask_token is None else args.mask_token
-    if size < 2 or not 0 <= mask < vocab:
-        raise ValueError(
-            f"--block-size must be at least 2, --mask-token from 0 to {vocab - 1}; found {size} and {mask}"
-        )
-    log.info("blocks of %d tokens, mask token %d", size, mask)
-    draft = make_block(
-        target,
-        options,
-        args.max_length + size,
-        layers=args.draft_layers,
-        block_size=size,
-        mask_id=mask,
-        markov=args.markov_head if dspark else None,
-        rank=args.markov_rank if dspark else 0,
-    )
-    anchors = args.anchors or max(1, args.max_length // 8)
-    return BlockTrainer(target, draft, anchors, args.ttt_decay, args.ce_weight if dspark else 1.0)
+    return DRAFTS[args.algorithm].trainer(args, target, list(train.values()))
 
 
 def loop_config(args: argparse.Namespace, data: str, rows: int, batch_rows: int, amp: bool) -> LoopConfig:
@@ -155,32 +90,15 @@ def loop_config(args: argparse.Namespace, data: str, rows: int, batch_rows: int,
     )
 
 
-def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) -> None:
+def write_draft(args: argparse.Namespace, trainer: Trainer[Any]) -> None:
     """Export the draft in its published format."""
-    dtype, draft = DTYPES[args.export_dtype], trainer.draft
-    if isinstance(trainer, Eagle3Trainer | BlockTrainer):
-        trainer.sizes.fold(trainer.draft.get_submodule("fc"))
-    if isinstance(draft, MedusaHeads):
-        export.write_medusa(draft, args.model_path, args.output, dtype, args.format)
-        return
-    if isinstance(draft, MLPSpeculator):
-        tensors = {f"speculator.{name}": tensor for name, tensor in file_tensors(draft).items()}
-        config = export.mlp_speculator_config(draft.config, target.config)
-    elif isinstance(draft, BlockHead):
-        tensors = file_tensors(draft)
-        config = export.block_config(draft.config, target.config, dtype)
-    elif isinstance(draft, EagleHead):
-        tensors = export.eagle_tensors(draft, target)
-        config = export.eagle_config(draft.config, target.config, dtype)
-    else:
-        assert isinstance(trainer, Eagle3Trainer)
-        tensors = export.eagle3_tensors(draft, trainer.draft_ids)
-        config = export.eagle3_config(draft.config, target.config, dtype)
-    export.write(tensors, config, args.output, dtype, args.format)
+    trainer.finish()
+    files = DRAFTS[args.algorithm].files(trainer, args)
+    export.write(files, args.output, DTYPES[args.export_dtype], args.format)
 
 
 def write_report(
-    loop: Loop, trainer: Trainer, rows: Mapping[str, Rows], output: Path, batch_rows: int, flash: bool
+    loop: Loop, trainer: Trainer[Any], rows: Mapping[str, Rows], output: Path, batch_rows: int, flash: bool
 ) -> None:
     """Measure, print and save the acceptance on held-out rows. Warn of a draft that is of no use."""
     trainer.eval()
@@ -252,14 +170,13 @@ def train(args: argparse.Namespace) -> None:
     config = loop_config(args, data, sum(map(len, rows)), batch_rows, half)
     announce(args, config, batch_rows)
     sampler = RowSampler(rows, args.shares, batch_rows, args.seed, device, flash)
-    if isinstance(trainer, Eagle3Trainer | BlockTrainer):
-        trainer.sizes.measure(target, sampler(0), trainer.draft.config.taps)
+    trainer.begin(sampler(0))
     optimizers = build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay)
     loop = Loop(config, trainer, optimizers, trainer.loss, sampler)
     if args.restart:
         loop.forget()
     loop.run()
-    write_draft(args, trainer, target)
+    write_draft(args, trainer)
     aside = {n: heldout_rows(d, args.max_length, args.report_rows, args.seed) for n, d in heldout.items()}
     write_report(loop, trainer, aside, args.output, max(1, batch_rows // 2), flash)
     print(f"the draft is in {args.output}")
@@ -272,8 +189,8 @@ def announce(args: argparse.Namespace, config: LoopConfig, batch_rows: int) -> N
     tokens = batch_rows * args.max_length * args.accumulate
     log.info("training ends after %s; a step takes %d tokens", ends, tokens)
     if args.device.type == "cpu":
-        sizes = ["batch_tokens", "max_length", *(n for n in SIZES if args.algorithm in TAKEN_BY[n])]
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
+        sizes = [option.flag for option in DRAFTS[args.algorithm].options if option.sizes]
+        options = ", ".join(["--batch-tokens", "--max-length", *sizes])
         log.info("on a CPU a step takes seconds to minutes, less with smaller %s", options)
 
 

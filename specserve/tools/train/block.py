@@ -9,21 +9,32 @@ size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.layers.rotary import Rope
-from specserve.models.draft.block import BlockHead
+from specserve.models.checkpoint import DTYPES, file_tensors
+from specserve.models.config import ModelConfig
+from specserve.models.draft.block import BlockConfig, BlockHead
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import BlockAttend
+from specserve.tools.train.export import Files, layer_config
+from specserve.tools.train.heads import HeadOptions, draft_config, spread
 from specserve.tools.train.level import Level, Levels
-from specserve.tools.train.loop import Metrics
-from specserve.tools.train.packing import Batch
-from specserve.tools.train.target import TapSizes, run_target
+from specserve.tools.train.packing import Batch, Documents
+from specserve.tools.train.target import check_block_taps, default_block_taps, predictions, run_target
+from specserve.tools.train.trainer import TappedTrainer
+from specserve.tools.train.vocab import unused_token
 from specserve.tools.train.windows import masked_mean, soft_cross_entropy
+
+log = logging.getLogger("specserve.tools.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +75,29 @@ def draw_anchors(batch: Batch, count: int, levels: int, training: bool) -> Ancho
     return Anchored(anchor_BA, column_XL, batch.tokens_T[column_XL], valid_XL)
 
 
-class BlockTrainer(nn.Module):
-    """Hold the draft and its loss. The frozen target, whose embedding and head the draft uses, is not a submodule.
-
-    A level's loss is ``ce_weight * cross-entropy + (1 - ce_weight) * L1`` against the target's distribution, averaged
-    over the blocks in which it counts. A confidence head adds its binary cross-entropy against the share of guesses
-    that would be accepted, ``1 - L1 / 2``.
+class BlockTrainer(TappedTrainer[BlockHead]):
+    """A level's loss is ``ce_weight * cross-entropy + (1 - ce_weight) * L1`` against the target's distribution,
+    averaged over the blocks in which it counts. A confidence head adds its binary cross-entropy against the share of
+    guesses that would be accepted, ``1 - L1 / 2``.
     """
 
     def __init__(
         self, target: LlamaModel, draft: BlockHead, anchors: int, decay: float, ce_weight: float
     ) -> None:
-        super().__init__()
-        self._target = (target,)
-        self.draft, self.decay = draft, decay
-        self.sizes = TapSizes(len(draft.config.taps), target)
-        self.levels, self._anchors, self._ce_weight = draft.config.levels, anchors, ce_weight
+        super().__init__(target, draft, draft.config.taps, draft.config.levels, decay)
+        self._anchors, self._ce_weight = anchors, ce_weight
 
     def unroll(self, batch: Batch, levels: int) -> Levels:
-        """Run the target and the blocks, and score up to ``levels`` levels."""
-        target, draft, config = self._target[0], self.draft, self.draft.config
+        target, draft, config = self.target, self.draft, self.draft.config
         levels = min(levels, config.levels)
-        hidden_TH, tapped = run_target(target, batch, config.taps)
+        hidden_TH, tapped = run_target(target, batch, self.taps)
         anchored = draw_anchors(batch, self._anchors, levels, self.training)
         states_XLH = self._blocks(batch, anchored, self.sizes(tapped))
         memory_XR: Tensor | None = None
         found = []
         for i in range(levels):
             states_XH, before_X = states_XLH[:, i], anchored.token_XL[:, i]
-            with torch.no_grad():
-                wanted_XV = target.logits(hidden_TH[anchored.column_XL[:, i]])
-                greedy_X, probs_XV = wanted_XV.argmax(-1), torch.softmax(wanted_XV.float(), -1)
+            greedy_X, probs_XV = predictions(target, hidden_TH[anchored.column_XL[:, i]])
             logits_XV, memory_XR = draft.correct(draft.logits(states_XH), before_X, states_XH, memory_XR)
             losses_X = self._losses(logits_XV, probs_XV, before_X, states_XH)
             valid_X = anchored.valid_XL[:, i]
@@ -102,9 +105,6 @@ class BlockTrainer(nn.Module):
             loss = masked_mean(losses_X, valid_X)
             found.append(Level(loss, guess_X[:, None], greedy_X[:, None], valid_X[:, None]))
         return Levels(anchored, found)
-
-    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        return self.unroll(batch, self.levels).total(self.decay)
 
     def _blocks(self, batch: Batch, anchored: Anchored, tapped: list[Tensor]) -> Tensor:
         """Return the states ``[X, levels, H]``."""
@@ -128,3 +128,80 @@ class BlockTrainer(nn.Module):
             accepted_X = (1 - apart_X.detach() / 2).clamp(0, 1)
             losses_X = losses_X + F.binary_cross_entropy_with_logits(odds_X, accepted_X, reduction="none")
         return losses_X
+
+
+@torch.no_grad()
+def block_trainer(
+    args: Namespace, target: LlamaModel, data: Sequence[Documents], *, size: int, markov: bool
+) -> BlockTrainer:
+    """Return the trainer of a DFlash draft, or with ``markov`` of a DSpark draft with a confidence head. ``size``: of a
+    block by default. The norm starts as the target's, with scores of deviation 1, the Markov head's output as 0, the
+    rest random."""
+    size, vocab = args.block_size or size, target.config.vocab_size
+    mask = unused_token(data, vocab) if args.mask_token is None else args.mask_token
+    if size < 2 or not 0 <= mask < vocab:
+        raise ValueError(
+            f"--block-size must be at least 2, --mask-token from 0 to {vocab - 1}; found {size} and {mask}"
+        )
+    log.info("blocks of %d tokens, mask token %d", size, mask)
+    config = _config(args, target.config, size, mask, markov)
+    with target.device:
+        head = BlockHead(config, 0, args.max_length + size, target)
+    norm = target.norm.weight
+    head.norm.weight.copy_(norm / spread(target.lm_head.rows(None)[0] * norm))
+    if markov:
+        head.markov_head.markov_w2.weight.zero_()
+    anchors = args.anchors or max(1, args.max_length // 8)
+    return BlockTrainer(target, head, anchors, args.ttt_decay, args.ce_weight if markov else 1.0)
+
+
+def _config(args: Namespace, target: ModelConfig, size: int, mask: int, markov: bool) -> BlockConfig:
+    options, vocab, rank = HeadOptions.of(args), target.vocab_size, args.markov_rank if markov else 0
+    base = draft_config(target, options, 1, vocab)
+    taps = options.taps or default_block_taps(target.num_layers)
+    check_block_taps(taps, target.num_layers)
+    return BlockConfig(
+        layer=replace(base.layer, qk_norm=True),
+        num_layers=args.draft_layers,
+        rope=base.rope,
+        taps=taps,
+        block_size=size,
+        mask_id=mask,
+        after=markov,
+        levels=size - (not markov),
+        draft_vocab_size=vocab,
+        correction=args.markov_head if markov else None,
+        rank=rank,
+        confidence=base.layer.hidden_size + rank if markov else 0,
+    )
+
+
+def block_files(trainer: BlockTrainer, args: Namespace) -> Files:
+    draft, dtype = trainer.draft, DTYPES[args.export_dtype]
+    return Files(file_tensors(draft), block_config(draft.config, trainer.target.config, dtype))
+
+
+def block_config(config: BlockConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return z-lab's config for DFlash, or SpecForge's for DSpark, which adds fields of the heads."""
+    dspark = {
+        "projector_type": "dspark",
+        "markov_rank": config.rank,
+        "markov_head_type": config.correction,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": config.confidence > config.layer.hidden_size,
+    }
+    return {
+        **layer_config(config, target, dtype),
+        "architectures": ["DSparkDraftModel" if config.correction else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": config.num_layers,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_id,
+            "target_layer_ids": [tap - 1 for tap in config.taps],
+            "block_size": config.block_size,
+            **(dspark if config.correction else {}),
+        },
+    }

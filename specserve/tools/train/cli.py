@@ -8,35 +8,9 @@ from pathlib import Path
 import torch
 
 from specserve.models.checkpoint import DTYPES
+from specserve.tools.train.drafts import DRAFTS, OPTIONS, positive
 from specserve.tools.train.export import FORMATS
 from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES
-
-ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH", "DSPARK", "MEDUSA", "MLP_SPECULATOR")
-_BLOCKS = ("DFLASH", "DSPARK")
-_LAYERS = ("EAGLE", "EAGLE3", *_BLOCKS)
-TAKEN_BY = {
-    "ttt_length": ("EAGLE", "EAGLE3"),
-    "draft_vocab_size": ("EAGLE3",),
-    "draft_intermediate_size": _LAYERS,
-    "draft_num_heads": _LAYERS,
-    "draft_num_kv_heads": _LAYERS,
-    "rope_theta": _LAYERS,
-    "aux_layers": ("EAGLE3", *_BLOCKS),
-    "feature_weight": ("EAGLE",),
-    "ce_weight": ("EAGLE", "DSPARK"),
-    "draft_layers": _BLOCKS,
-    "block_size": _BLOCKS,
-    "anchors": _BLOCKS,
-    "mask_token": _BLOCKS,
-    "markov_rank": ("DSPARK",),
-    "markov_head": ("DSPARK",),
-    "medusa_heads": ("MEDUSA",),
-    "medusa_layers": ("MEDUSA",),
-    "medusa_scores": ("MEDUSA",),
-    "mlp_levels": ("MLP_SPECULATOR",),
-    "mlp_inner": ("MLP_SPECULATOR",),
-}
-"""Options that only some algorithms take. All of them determine the draft."""
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -45,14 +19,6 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         bare = action.default is None or action.default is False
         return action.help if bare else super()._get_help_string(action)
-
-
-def positive(text: str) -> int:
-    """Parse an integer above 0."""
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {value}")
-    return value
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,16 +31,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_schedule(parser)
     _add_draft(parser)
     args = parser.parse_args(argv)
-    for name, algorithms in TAKEN_BY.items():
-        if args.algorithm not in algorithms and getattr(args, name) != parser.get_default(name):
-            option, takers = f"--{name.replace('_', '-')}", " and ".join(algorithms)
-            parser.error(f"{option} is an option of {takers}; --algorithm is {args.algorithm}")
+    for option in OPTIONS:
+        takers = [draft.name for draft in DRAFTS.values() if option in draft.options]
+        if args.algorithm not in takers and getattr(args, option.name) != parser.get_default(option.name):
+            parser.error(
+                f"{option.flag} is an option of {' and '.join(takers)}; --algorithm is {args.algorithm}"
+            )
     return args
 
 
 def _add_main(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and data")
-    group.add_argument("--algorithm", choices=ALGORITHMS, required=True, help="the kind of draft")
+    group.add_argument("--algorithm", choices=DRAFTS, required=True, help="the kind of draft")
     group.add_argument("--model-path", type=Path, required=True, help="the target, a Hugging Face directory")
     group.add_argument(
         "--data", type=Path, nargs="+", required=True, help=".jsonl (messages, conversations or text) or .npz"
@@ -150,55 +118,5 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the draft")
-    group.add_argument(
-        "--ttt-length", type=positive, help="EAGLE: levels trained (default: EAGLE3 7, EAGLE 3)"
-    )
-    group.add_argument(
-        "--ttt-decay", type=float, default=0.8, help="weight of a level relative to the previous one"
-    )
-    group.add_argument(
-        "--draft-vocab-size", type=positive, help="EAGLE3 (default: 32000, at most the target's)"
-    )
-    group.add_argument("--draft-intermediate-size", type=positive, help="default: the target's")
-    group.add_argument("--draft-num-heads", type=positive, help="default: the target's")
-    group.add_argument("--draft-num-kv-heads", type=positive, help="default: the target's")
-    group.add_argument("--rope-theta", type=float, help="default: the target's, without its scaling")
-    group.add_argument(
-        "--aux-layers",
-        type=int,
-        nargs="+",
-        help="boundaries; k is the input of layer k (default: EAGLE3 2 N/2 N-3, blocks five from 2 to N-2)",
-    )
-    group.add_argument("--feature-weight", type=float, default=1.0, help="EAGLE: weight of the feature loss")
-    group.add_argument(
-        "--ce-weight", type=float, default=0.1, help="EAGLE, DSPARK: weight of the cross-entropy"
-    )
-    _add_blocks(group)
-    group.add_argument("--medusa-heads", type=positive, default=5, help="MEDUSA: tokens that it drafts")
-    group.add_argument("--medusa-layers", type=positive, default=1, help="MEDUSA: residual blocks per head")
-    group.add_argument(
-        "--medusa-scores",
-        choices=("own", "target"),
-        default="own",
-        help="MEDUSA: a copy of the target's head for each head, or the target's own for all (far smaller files)",
-    )
-    group.add_argument("--mlp-levels", type=positive, default=4, help="MLP_SPECULATOR: tokens that it drafts")
-    group.add_argument("--mlp-inner", type=positive, help="MLP_SPECULATOR: channels (default: the target's)")
-
-
-def _add_blocks(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--draft-layers", type=positive, default=5, help="DFLASH, DSPARK: layers of the draft")
-    group.add_argument("--block-size", type=positive, help="tokens of a block (default: DFLASH 16, DSPARK 7)")
-    group.add_argument(
-        "--anchors", type=positive, help="blocks trained per row (default: an eighth of its tokens)"
-    )
-    group.add_argument(
-        "--mask-token", type=int, help="DFLASH, DSPARK: token id (default: the last one unused by the data)"
-    )
-    group.add_argument("--markov-rank", type=positive, default=256, help="DSPARK: rank of the Markov head")
-    group.add_argument(
-        "--markov-head",
-        choices=("vanilla", "gated", "rnn"),
-        default="vanilla",
-        help="DSPARK: kind of Markov head",
-    )
+    for option in OPTIONS:
+        group.add_argument(option.flag, **option.arguments)

@@ -29,6 +29,14 @@ def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[
     return hidden_TH, tapped
 
 
+@torch.no_grad()
+def predictions(model: LlamaModel, hidden_TH: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the target's greedy tokens ``[T]`` and its probabilities in float32, of the tokens ``ids`` or of all."""
+    logits_TV = model.logits(hidden_TH)
+    among = logits_TV if ids is None else logits_TV[:, ids]
+    return logits_TV.argmax(-1), torch.softmax(among.float(), dim=-1)
+
+
 class TapSizes(nn.Module):
     """Divides each channel of the target's states at taps by its usual size. ``fold`` makes that a part of ``fc``.
 
