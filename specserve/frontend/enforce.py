@@ -19,7 +19,7 @@ from specserve.frontend.parsers.registry import Format
 from specserve.frontend.parsers.think import CLOSE, OPEN
 from specserve.frontend.python_arguments import ANY, PythonArguments
 from specserve.frontend.text_arguments import TextArguments
-from specserve.frontend.tools import ChosenTools, FunctionTool, Tool, ToolChoice
+from specserve.frontend.tools import AllowedTools, FunctionTool, NamedFunction, Tool, ToolChoice
 from specserve.grammar import check_size, embedded, expression, of_schemas, quoted
 from specserve.schemas import enforceable
 
@@ -93,21 +93,20 @@ class Calls:
     @property
     def free(self) -> bool:
         """Return whether the model may choose not to call."""
-        allowed = self.choice.allowed_tools if isinstance(self.choice, ChosenTools) else None
-        return (self.choice if allowed is None else allowed.mode) in (None, "auto")
+        choice = self.choice
+        return (choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice) in (None, "auto")
 
     @property
     def names_one(self) -> bool:
-        return isinstance(self.choice, ChosenTools) and self.choice.function is not None
+        return isinstance(self.choice, NamedFunction)
 
     @property
     def chosen(self) -> dict[str, str]:
         """Return the functions that the choice names or allows, by their path in the request."""
-        if not isinstance(self.choice, ChosenTools):
-            return {}
-        if self.choice.function is not None:
+        if isinstance(self.choice, NamedFunction):
             return {"tool_choice.function.name": self.choice.function.name}
-        assert self.choice.allowed_tools is not None, "one of the two is set"
+        if not isinstance(self.choice, AllowedTools):
+            return {}
         path = "tool_choice.allowed_tools.tools.{}.function.name"
         allowed = self.choice.allowed_tools.tools
         return {path.format(index): each.function.name for index, each in enumerate(allowed)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from specserve.core import FieldError
 
@@ -16,7 +18,7 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # stops at the first invalid element
 NOT_SUPPORTED = "Not supported: "  # prefix of a refused field's description
 
-_UNION_TAGS = ("str", "int", "list", "ToolChoice", "ChosenTools")
+_UNION_TAGS = ("str", "int", "list", "ToolChoice")
 _CODES = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
@@ -99,6 +101,53 @@ class Strict(BaseModel):
     def _default_of(cls, name: str) -> object:
         field = cls.model_fields.get(name)
         return None if field is None or field.is_required() else field.default
+
+
+@dataclass(frozen=True)
+class ByType:
+    """Annotate a union of ``Strict`` models: the field ``type`` chooses among them; not set, it is ``default``.
+    ``reason`` says why other types are not supported. The fields of the models not chosen may be null."""
+
+    reason: str | None = None
+    default: str | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members: tuple[type[Strict], ...] = get_args(source) or (source,)
+        models = {
+            kind: model for model in members for kind in get_args(model.model_fields["type"].annotation)
+        }
+        names = {
+            kind: {field.alias or name for name, field in models[kind].model_fields.items()}
+            for kind in models
+        }
+        every = set().union(*names.values())
+
+        def choose(data: Any) -> Any:
+            if not isinstance(data, dict):
+                raise PydanticCustomError("model_type", "must be an object")
+            kind = self._kind(data, models)
+            foreign = every - names[kind]
+            for name in data:
+                if name in foreign and data[name] is not None:
+                    raise fault("kind", f"not allowed for the type {kind}", name)
+            return {name: value for name, value in data.items() if name not in foreign} | {"type": kind}
+
+        # Brackets keep a tag from being read as a field in the location of an error.
+        choices = {f"[{kind}]": handler.generate_schema(model) for kind, model in models.items()}
+        union = core_schema.tagged_union_schema(
+            choices, lambda it: f"[{it['type'] if isinstance(it, dict) else it.type}]"
+        )
+        return core_schema.no_info_before_validator_function(choose, union)
+
+    def _kind(self, data: Mapping[str, Any], known: Collection[str]) -> str:
+        kind = data.get("type")
+        if kind is None and (kind := self.default) is None:
+            raise fault("missing", "", "type")
+        if isinstance(kind, str) and kind in known:
+            return kind
+        if isinstance(kind, str) and self.reason is not None:
+            raise fault("unsupported", f"not supported: {excerpt(kind)}: {self.reason}", "type")
+        raise fault("kind", f"must be one of {', '.join(map(repr, known))}, found {_short(kind)}", "type")
 
 
 def fault(kind: str, words: str, field: str) -> PydanticCustomError:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from specserve.frontend.conversation import json_object
-from specserve.frontend.fields import ListOf, Strict, Text, explain, fault
+from specserve.frontend.fields import ByType, ListOf, Strict, Text, explain
 
 MAX_TOOLS = 1024
 
@@ -21,7 +21,7 @@ class FunctionTool(Strict):
     description: Text | None = None
     """What it does, for the model."""
     parameters: Annotated[dict[str, Any], AfterValidator(json_object)] | None = None
-    """Its parameters as a JSON schema. Not set: none."""
+    """Its parameters as a JSON schema. Default: none."""
     strict: bool | None = None
     """true: arguments are valid under the schema. They always are if `tool_choice` asks for a call."""
 
@@ -58,33 +58,22 @@ class NamedFunction(Strict):
     """The function."""
 
 
-class AllowedTools(Strict):
+class AllowedFunctions(Strict):
     mode: Literal["auto", "required"]
     """Whether the model may or must call one of them."""
     tools: Annotated[ListOf[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
     """The tools that may be called."""
 
 
-class ChosenTools(Strict):
-    type: Literal["function", "allowed_tools"]
-    """A function, or some of the tools; all stay in the prompt."""
-    function: ChosenFunction | None = None
-    """The function to call."""
-    allowed_tools: AllowedTools | None = None
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    """Some of the tools; all stay in the prompt."""
+    allowed_tools: AllowedFunctions
     """The tools that may be called."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ChosenTools:
-        for name, given in (("function", self.function), ("allowed_tools", self.allowed_tools)):
-            if name == self.type and given is None:
-                raise fault("missing", "", name)
-            if name != self.type and given is not None:
-                raise fault("kind", f"not allowed for the type {self.type}", name)
-        return self
 
 
 Tools = Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_each_once)]
-ToolChoice = Literal["none", "auto", "required"] | ChosenTools
+ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, ByType()]
 
 
 class _Offer(BaseModel):

@@ -17,7 +17,7 @@ from specserve.frontend.fields import Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser
-from specserve.frontend.tools import ChosenTools, ToolChoice, Tools
+from specserve.frontend.tools import NamedFunction, ToolChoice, Tools
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
@@ -169,7 +169,11 @@ def call_form(front: Front, calls: Calls, form: Form | None) -> Form | None:
         return form
     if form is not None and calls.free:
         return form[0], lambda: str(front.formats.held(calls, form[1]()))
-    return None if calls.held_by is None else (calls.held_by, lambda: str(front.formats.held(calls)))
+    return (
+        None
+        if calls.held_by is None
+        else (calls.held_by, lambda: str(front.formats.held(calls)))
+    )
 
 
 def _after_thought(front: Front, form: Form | None, parser: AnswerParser) -> Form | None:
@@ -200,8 +204,7 @@ class _Writer(Writer):
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
         self._top = (request.top_logprobs or 0) if request.logprobs else None
         self._field = request.reasoning_field or "reasoning_content"
-        choice = request.tool_choice
-        self._named = isinstance(choice, ChosenTools) and choice.function is not None
+        self._named = isinstance(request.tool_choice, NamedFunction)
 
     async def whole(self) -> ChatCompletion:
         choices = []

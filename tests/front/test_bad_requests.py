@@ -165,7 +165,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools to call"),
     (CHAT, {"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
     (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "required"),
-    (CHAT, {"tool_choice": {"type": "custom"}}, "tool_choice.type", "'function' or 'allowed_tools'"),
+    (CHAT, {"tool_choice": {"type": "custom"}}, "tool_choice.type", "'function', 'allowed_tools'"),
     (CHAT, {"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
     (CHAT, {"messages": [{**USER, "reasoning": "a"}]}, "messages.0.reasoning", "role assistant"),
     (CHAT, {"reasoning_field": "thought"}, "reasoning_field", "'reasoning_content' or 'reasoning'"),

@@ -19,7 +19,7 @@ from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser
 from specserve.frontend.parsers.think import ThinkParser
-from specserve.frontend.tools import ChosenTools, Tool
+from specserve.frontend.tools import AllowedTools, NamedFunction, Tool
 
 pytest.importorskip("llguidance")
 from tests.front.walker import Walker
@@ -46,13 +46,13 @@ def tools(*strict: str) -> list[Tool]:
     ]
 
 
-def named(name: str) -> ChosenTools:
-    return ChosenTools.model_validate({"type": "function", "function": {"name": name}})
+def named(name: str) -> NamedFunction:
+    return NamedFunction.model_validate({"type": "function", "function": {"name": name}})
 
 
-def allowed(name: str) -> ChosenTools:
+def allowed(name: str) -> AllowedTools:
     tools = [named(name).model_dump(exclude_none=True)]
-    return ChosenTools.model_validate(
+    return AllowedTools.model_validate(
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from unittest.mock import patch
 
 from specserve.config.settings import SETTINGS
-from specserve.frontend.fields import Refusal, Strict
+from specserve.frontend.fields import ByType, Refusal, Strict
 from specserve.server.protocol import Count
 from specserve.tools.reference.__main__ import PAGES, main
 from specserve.tools.reference.http import REQUESTS, fields
@@ -32,10 +32,22 @@ class Inner(Strict):
     kind: Literal["a", "b"] = "a"
 
 
+class Plain(Strict):
+    type: Literal["a", "b"]
+    text: str | None = None
+
+
+class Named(Strict):
+    type: Literal["c"] = "c"
+    text: str | None = None
+    name: str
+
+
 class Outer(Strict):
     refused = {"never": Refusal("not here")}  # noqa: RUF012
     many: list[Inner]
     """Each of them."""
+    one: Annotated[Plain | Named, ByType(default="c")] | None = None
     count: Count | None = None
     on: bool = True
 
@@ -45,6 +57,11 @@ def test_rows_of_a_model() -> None:
     assert [field.row for field in found if not field.refused] == [
         "| `many` | list of object | **required** | Each of them. |",
         '| `many[].kind` | `"a"`, `"b"` | "a" |  |',
+        "| `one` | object | not set |  |",
+        '| `one.type` | `"a"`, `"b"` | **required** |  |',
+        "| `one.text` | text | not set |  |",
+        '| `one.type` | `"c"` | "c" |  |',
+        "| `one.name` | text | **required** |  |",
         "| `count` | integer from 1 | not set |  |",
         "| `on` | boolean | true |  |",
     ]

@@ -17,7 +17,7 @@ from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.template import ChatTemplate
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.frontend.tools import ChosenTools, Tool
+from specserve.frontend.tools import NamedFunction, Tool
 from specserve.server import schema
 from specserve.server.front import Front
 from tests.front.conftest import Serve
@@ -350,7 +350,7 @@ STRICT: list[Any] = [TOOLS[0], {"type": "function", "function": {"name": "now", 
     [
         ({"tool_choice": "required"}, "required"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, "required"),
-        ({"tool_choice": ADD_CHOSEN}, ChosenTools.model_validate(ADD_CHOSEN)),
+        ({"tool_choice": ADD_CHOSEN}, NamedFunction.model_validate(ADD_CHOSEN)),
         ({"tools": STRICT}, None),
         ({"parallel_tool_calls": False}, None),
     ],

@@ -77,7 +77,8 @@ class Field:
 def fields(model: type[BaseModel]) -> list[Field]:
     """Return the fields of a request and of the objects in it, in order."""
     schema = model.model_json_schema(ref_template="{model}")
-    return list(_fields(schema, schema.get("$defs", {}), ""))
+    found = _fields(schema, schema.get("$defs", {}), "")
+    return list({field.row: field for field in found}.values())  # models of a union may share fields
 
 
 def http_reference() -> str:
@@ -106,7 +107,7 @@ def _models(schema: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str
     """Yield the models in a type, each with a ``[]`` for every enclosing list."""
     if "$ref" in schema:
         yield suffix, schema["$ref"]
-    for part in schema.get("anyOf", ()):
+    for part in schema.get("anyOf", schema.get("oneOf", ())):
         yield from _models(part, suffix)
     if "items" in schema:
         yield from _models(schema["items"], suffix + "[]")
@@ -116,7 +117,7 @@ def _kind(schema: dict[str, Any]) -> str:
     """Describe a type and its bounds; very large bounds are left out."""
     if "anyOf" in schema:
         return " or ".join(_kind(part) for part in schema["anyOf"] if part.get("type") != "null")
-    if "$ref" in schema:
+    if "$ref" in schema or "oneOf" in schema:
         return "object"
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
