@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
 from specserve import grammar
 from specserve.core import FieldError, SamplingParams
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text
+from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text
 
 _ALWAYS = "what is asked for is always enforced"
 
@@ -27,16 +27,21 @@ class JsonSchemaFormat(Strict):
     description: str | None = None
     """A label that changes no answer."""
     schema_: Schema | None = Field(None, alias="schema")
-    """The JSON schema; keywords that can't be enforced are refused. Not set: any object."""
+    """The JSON schema; keywords that can't be enforced are refused. Default: any object."""
     strict: bool | None = None
     """Schemas are always enforced."""
 
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    """Plain text, any JSON object, or JSON that is valid under a schema."""
-    json_schema: JsonSchemaFormat | None = None
-    """Only with the type `json_schema`."""
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+    """Plain text, or any JSON object."""
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    """JSON that is valid under a schema."""
+    json_schema: JsonSchemaFormat
+    """The schema."""
 
 
 class StructuredOutputs(Strict):
@@ -64,7 +69,7 @@ class StructuredOutputs(Strict):
 class StructuredRequest(Strict):
     """The fields that constrain answers; at most one may be set."""
 
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, ByType()] | None = None
     """Plain text, any JSON object, or JSON that is valid under a schema."""
     structured_outputs: StructuredOutputs | None = None
     """vLLM's name for what an answer must be."""
@@ -88,16 +93,10 @@ def _forms(request: StructuredRequest) -> Iterator[Form]:
     wanted = request.response_format
     if wanted is not None and wanted.type == "json_object":
         yield "response_format", grammar.json_object
-    elif wanted is not None and wanted.type == "json_schema":
-        if wanted.json_schema is None:
-            raise FieldError("response_format.json_schema", "missing; the type json_schema needs it")
+    elif isinstance(wanted, SchemaFormat):
         schema = wanted.json_schema.schema_
         make = grammar.json_object if schema is None else partial(grammar.json_schema, schema)
         yield "response_format.json_schema.schema", make
-    if wanted is not None and wanted.json_schema is not None and wanted.type != "json_schema":
-        raise FieldError(
-            "response_format.json_schema", f"only with the type json_schema, found {wanted.type}"
-        )
     for name, make_it in _MAKERS.items():
         if (value := getattr(request, name)) is not None:
             yield name, partial(make_it, value)

@@ -521,7 +521,7 @@ CASES: list[Case] = [
     *honoured("response_format", same, {"type": "text"}, **CHAT_ONLY),
     *honoured("response_format", is_one, ONE, **CHAT_ONLY),
     *refused("response_format", "'text'", {"type": "structural_tag"}, **CHAT_ONLY),
-    *refused("response_format", "the type json_schema needs it", {"type": "json_schema"}, **CHAT_ONLY),
+    *refused("response_format", "json_schema: this field is required", {"type": "json_schema"}, **CHAT_ONLY),
     *honoured("structured_outputs", is_one, {"json": {"const": 1}}, {"regex": "1"}, {"choice": ["1"]}),
     *honoured("guided_json", is_one, {"const": 1}),
     *honoured("json_schema", is_one, '{"const": 1}'),

@@ -62,7 +62,7 @@ NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
     ("chat_template_kwargs", "does not read it"): "chat_template_kwargs.enable_thinking",
     ("chat_template_kwargs", "is set by the server"): "chat_template_kwargs.messages",
     ("response_format", "'text'"): "response_format.type",
-    ("response_format", "the type json_schema needs it"): "response_format.json_schema",
+    ("response_format", "json_schema: this field is required"): "response_format.json_schema",
     ("prediction", "'content'"): "prediction.type",
     ("speculation", "greater than or equal to 0"): "speculation.max_draft_tokens",
 }
