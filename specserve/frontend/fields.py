@@ -18,7 +18,7 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # stops at the first invalid element
 NOT_SUPPORTED = "Not supported: "  # prefix of a refused field's description
 
-_UNION_TAGS = ("str", "int", "list", "ToolChoice")
+_UNION_TAGS = ("str", "int", "list")
 _CODES = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",

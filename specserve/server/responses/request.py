@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text, excerpt, fault
+from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text, excerpt, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import Count
-from specserve.server.responses.tools import Offered, ResponseTool, ToolChoice, name_in_chat, offered
-from specserve.server.translate import Translation, check_kind
+from specserve.server.responses.tools import Offered, ResponseTool, ToolChoice, chosen, name_in_chat, offered
+from specserve.server.structured import PlainFormat
+from specserve.server.translate import Translation
 
 ENCRYPTED = "reasoning.encrypted_content"
 _STATELESS = "nothing is stored: send the whole conversation as input"
@@ -42,98 +43,88 @@ class ReasoningPart(Strict):
     """The text of the reasoning."""
 
 
-_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "message": (("role", "content"), ("phase",)),
-    "function_call": (("call_id", "name", "arguments"), ("namespace",)),
-    "function_call_output": (("call_id", "output"), ("namespace",)),
-    "custom_tool_call": (("call_id", "name", "input"), ("namespace",)),
-    "custom_tool_call_output": (("call_id", "output"), ("namespace",)),
-    "reasoning": ((), ("content",)),
-}
-"""Required and optional fields of an item by its type."""
-
-
-class InputItem(Strict):
+class _Item(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "encrypted_content": Refusal("reasoning is read from content"),
         "summary": Refusal(_NO_SUMMARIES, []),
         "caller": Refusal("only the model calls functions", {"type": "direct"}),
         "async": Refusal("function calls are synchronous", False),
     }
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "reasoning",
-    ] = "message"
-    """What the item is."""
     id: str | None = None
     """A label that changes no answer."""
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     """A label that changes no answer."""
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    """Who speaks, in a message."""
-    content: Content | Annotated[ListOf[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
-    """A message's text, or parts that are joined as they are; the parts of reasoning."""
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    """A message."""
+    role: Literal["system", "developer", "user", "assistant"]
+    """Who speaks."""
+    content: Content
+    """Text, or parts that are joined as they are."""
     phase: Literal["commentary", "final_answer"] | None = None
     """A label that changes no answer."""
-    call_id: Text | None = None
+
+
+class _Call(_Item):
+    call_id: Text
     """The id that a call and its output share."""
-    name: Text | None = None
-    """The name of the called function or tool."""
     namespace: Text | None = None
     """The called tool's namespace, if it has one."""
-    arguments: Text | None = None
-    """A function call's arguments: a JSON object as text. Other text goes to the chat template as in chat."""
-    input: Text | None = None
-    """A custom tool call's input."""
-    output: Content | None = None
+
+
+class FunctionCall(_Call):
+    type: Literal["function_call"]
+    """A call of a function."""
+    name: Text
+    """The function's name."""
+    arguments: Text
+    """A JSON object as text. Other text goes to the chat template as in chat."""
+
+
+class CustomCall(_Call):
+    type: Literal["custom_tool_call"]
+    """A call of a custom tool."""
+    name: Text
+    """The tool's name."""
+    input: Text
+    """The tool's input."""
+
+
+class CallOutput(_Call):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    """The result of a call."""
+    output: Content
     """The called tool's result."""
 
-    @model_validator(mode="after")
-    def _check(self) -> InputItem:
-        check_kind(self, self.type, _KINDS[self.type][0], ("type", "id", "status", *_KINDS[self.type][1]))
-        is_text = isinstance(self.content, str)
-        kinds = () if is_text else {type(part) for part in self.content or ()}
-        if self.type == "reasoning" and (is_text or ContentPart in kinds):
-            raise fault("content", "parts of reasoning must have the type reasoning_text", "content")
-        if self.type == "message" and ReasoningPart in kinds:
-            raise fault(
-                "content", "parts of a message must have the type input_text or output_text", "content"
-            )
-        return self
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    """Reasoning of the assistant."""
+    content: Annotated[ListOf[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
+    """Parts that are joined as they are."""
 
 
-class TextFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    """Plain text, any JSON object, or JSON that is valid under a schema."""
-    name: Text | None = None
+Item = MessageItem | FunctionCall | CustomCall | CallOutput | ReasoningItem
+InputItem = Annotated[Item, ByType(default="message")]
+
+
+class TextSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    """JSON that is valid under a schema."""
+    name: Text
     """A label that changes no answer."""
     description: Text | None = None
     """A label that changes no answer."""
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     """The JSON schema; keywords that can't be enforced are refused."""
     strict: bool | None = None
     """Schemas are always enforced."""
 
-    @model_validator(mode="after")
-    def _check(self) -> TextFormat:
-        is_schema = self.type == "json_schema"
-        needed = ("name", "schema_") if is_schema else ()
-        check_kind(self, self.type, needed, ("type", "description", "strict") if is_schema else ("type",))
-        return self
-
-    def response_format(self) -> dict[str, Any]:
-        """Return the format as chat's ``response_format``."""
-        if self.type != "json_schema":
-            return {"type": self.type}
-        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
-
 
 class TextOptions(Strict):
-    format: TextFormat | None = None
+    format: Annotated[PlainFormat | TextSchemaFormat, ByType()] | None = None
     """What the answer must be."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """As in chat."""
@@ -192,7 +183,7 @@ class ResponsesRequest(Strict):
     instructions: Text | None = None
     """A system message before the conversation."""
     max_output_tokens: Count | None = None
-    """Most tokens of the answer, reasoning included. Not set: up to the context length."""
+    """Maximum number of tokens in the answer, reasoning included. Default: up to the context length."""
     temperature: float | None = None
     """As in chat."""
     top_p: float | None = None
@@ -233,11 +224,9 @@ class ResponsesRequest(Strict):
         if self.stream_options is not None and not self.stream:
             raise fault("stream", "only with stream: true", "stream_options")
         kinds = {tool.name: tool.tool.type for tool in self.offered()}
-        for path, tool in (
-            self.tool_choice.chosen().items() if isinstance(self.tool_choice, ToolChoice) else ()
-        ):
-            if kinds.get(str(tool.name), tool.type) != tool.type:
-                raise fault("kind", f"{tool.name} is a {kinds[str(tool.name)]} tool", f"{path}.type")
+        for path, tool in chosen(self.tool_choice).items():
+            if kinds.get(tool.name, tool.type) != tool.type:
+                raise fault("kind", f"{tool.name} is a {kinds[tool.name]} tool", f"{path}.type")
         return self
 
     def offered(self) -> list[Offered]:
@@ -254,9 +243,9 @@ class ResponsesRequest(Strict):
             "top_p": self.top_p,
             "stream": self.stream,
             "tools": None if self.tools is None else [tool.function() for tool in tools],
-            "tool_choice": choice.of_chat() if isinstance(choice, ToolChoice) else choice,
+            "tool_choice": choice if choice is None or isinstance(choice, str) else choice.of_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": text.format and text.format.response_format(),
+            "response_format": text.format and _response_format(text.format),
             "verbosity": text.verbosity,
             "thinking_token_budget": self.thinking_token_budget,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
@@ -270,7 +259,10 @@ class ResponsesRequest(Strict):
             "reasoning_effort": "reasoning.effort",
             "tool_choice.function": "tool_choice",
             "tool_choice.allowed_tools": "tool_choice",
-            **(choice.names() if isinstance(choice, ToolChoice) else {}),
+            **{
+                f"tool_choice.allowed_tools.tools.{index}.function": path
+                for index, path in enumerate(chosen(choice))
+            },
             **{f"tools.{index}": tool.path for index, tool in enumerate(tools)},
             **{f"tools.{index}.function": tool.path for index, tool in enumerate(tools)},
         }
@@ -286,33 +278,36 @@ class ResponsesRequest(Strict):
         return found
 
 
-def _add(chat: Translation, name: str, item: InputItem) -> None:
+def _response_format(given: PlainFormat | TextSchemaFormat) -> dict[str, Any]:
+    label = given.model_dump(by_alias=True, exclude={"type"})
+    return {"type": given.type, **({"json_schema": label} if label else {})}
+
+
+def _joined(content: str | Sequence[ContentPart | ReasoningPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _add(chat: Translation, name: str, item: Item) -> None:
     """Add an item to the chat. Consecutive reasoning, text and calls of the assistant become one message."""
-    content: Any = item.content
-    if not isinstance(content, str) and content is not None:
-        content = "".join(part.text for part in content)
     last = chat.messages[-1] if chat.messages and chat.messages[-1]["role"] == "assistant" else None
-    match item.type:
-        case "message" if item.role != "assistant":
-            chat.add(item.role or "", name, content=content)
-        case "message":
+    match item:
+        case MessageItem() if item.role != "assistant":
+            chat.add(item.role, name, content=_joined(item.content))
+        case MessageItem():
             if last is None or (last["content"] and not last.get("tool_calls")):
                 chat.add("assistant", name, content="")
-            chat.messages[-1]["content"] += content
-        case "reasoning" if content:
+            chat.messages[-1]["content"] += _joined(item.content)
+        case ReasoningItem() if thought := _joined(item.content or ()):
             if last is None or last["content"] or last.get("tool_calls"):
                 path = chat.add("assistant", name, content="")
                 chat.names[f"{path}.reasoning_content"] = f"{name}.content"
-            thought = chat.messages[-1].get("reasoning_content", "")
-            chat.messages[-1]["reasoning_content"] = thought + content
-        case "function_call" | "custom_tool_call":
+            chat.messages[-1]["reasoning_content"] = chat.messages[-1].get("reasoning_content", "") + thought
+        case FunctionCall() | CustomCall():
             if last is None:
                 chat.add("assistant", name, content="")
-            given = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
+            given = {"input": item.input} if isinstance(item, CustomCall) else item.arguments
             function = {"name": name_in_chat(item.namespace, item.name), "arguments": given}
             chat.call(name, "call_id", {"id": item.call_id, "function": function})
-        case "function_call_output" | "custom_tool_call_output":
-            output: Any = item.output
-            text = output if isinstance(output, str) else "".join(part.text for part in output)
-            path = chat.add("tool", name, content=text, tool_call_id=item.call_id)
+        case CallOutput():
+            path = chat.add("tool", name, content=_joined(item.output), tool_call_id=item.call_id)
             chat.names |= {f"{path}.tool_call_id": f"{name}.call_id", f"{path}.content": f"{name}.output"}

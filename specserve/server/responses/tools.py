@@ -6,23 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text, excerpt, fault
+from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text
 from specserve.frontend.tools import MAX_TOOLS
-from specserve.server.translate import check_kind
 
-_TAKEN = ("function", "custom", "namespace", "allowed_tools")
+_NO_TOOLS = "the server runs no tools; use function or custom"
+_IN_NAMESPACE = ByType("a namespace may contain only functions and custom tools")
 _ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-def _callable(kind: object) -> object:
-    """Raise PydanticCustomError for a tool that the server would have to run."""
-    if isinstance(kind, str) and kind not in _TAKEN:
-        words = "not supported: {kind}: the server runs no tools; use function or custom"
-        raise PydanticCustomError("unsupported", words, {"kind": excerpt(kind)})
-    return kind
 
 
 class CustomFormat(Strict):
@@ -30,52 +21,45 @@ class CustomFormat(Strict):
     """Any text; a grammar can't be enforced in the arguments of a call."""
 
 
-class _ToolFields(Strict):
+class _Tool(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "defer_loading": Refusal("all tools are in the prompt", False),
         "allowed_callers": Refusal("only the model calls functions", ["direct"]),
         "output_schema": Refusal("the model is not told what a function returns"),
         "async": Refusal("function calls are synchronous", False),
     }
-    type: Annotated[Literal["function", "custom", "namespace"], BeforeValidator(_callable)]
-    """The model sees a custom tool as a function of the text `input`, and a namespace's tool as `namespace__name`."""
     name: Text
     """The tool's name; each may occur once."""
     description: Text | None = None
     """What it does, for the model."""
+
+
+class ResponseFunction(_Tool):
+    type: Literal["function"]
+    """A function."""
     parameters: dict[str, Any] | None = None
-    """A function's parameters as a JSON schema."""
+    """Its parameters as a JSON schema."""
     strict: bool | None = None
     """As in chat."""
+
+
+class CustomTool(_Tool):
+    type: Literal["custom"]
+    """The model sees it as a function of the text `input`."""
     format: CustomFormat | None = None
-    """What a custom tool takes."""
+    """What it takes."""
 
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "function": ("parameters", "strict"),
-    "custom": ("format",),
-    "namespace": ("tools",),
-}
+class Namespace(_Tool):
+    type: Literal["namespace"]
+    """The model sees its tools as `namespace__name`."""
+    tools: Annotated[
+        ListOf[Annotated[ResponseFunction | CustomTool, _IN_NAMESPACE]], Field(max_length=MAX_TOOLS)
+    ]
+    """The tools in it."""
 
 
-class NamespacedTool(_ToolFields):
-    @model_validator(mode="after")
-    def _check(self) -> NamespacedTool:
-        if self.type == "namespace":
-            raise fault("kind", "a namespace may contain only functions and custom tools", "type")
-        check_kind(self, self.type, (), ("type", "name", "description", *_KINDS[self.type]))
-        return self
-
-
-class ResponseTool(_ToolFields):
-    tools: Annotated[ListOf[NamespacedTool], Field(max_length=MAX_TOOLS)] | None = None
-    """A namespace's tools."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ResponseTool:
-        needed = ("tools",) if self.type == "namespace" else ()
-        check_kind(self, self.type, needed, ("type", "name", "description", *_KINDS[self.type]))
-        return self
+ResponseTool = Annotated[ResponseFunction | CustomTool | Namespace, ByType(_NO_TOOLS)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +67,7 @@ class Offered:
     """A tool as the chat's function. ``path`` is its path in the caller's request."""
 
     path: str
-    tool: NamespacedTool | ResponseTool
+    tool: ResponseFunction | CustomTool
     namespace: str | None = None
     about: str | None = None
 
@@ -93,68 +77,66 @@ class Offered:
 
     @property
     def custom(self) -> bool:
-        return self.tool.type == "custom"
+        return isinstance(self.tool, CustomTool)
 
     def function(self) -> dict[str, Any]:
         """Return the tool in chat's format."""
         tool = self.tool
         description = "\n".join(filter(None, (self.about, tool.description))) or None
-        parameters = _ONE_TEXT if self.custom else tool.parameters
-        found = {"name": self.name, "description": description, "parameters": parameters}
-        return {"type": "function", "function": {**found, "strict": tool.strict}}
+        found: dict[str, Any] = {"name": self.name, "description": description}
+        if isinstance(tool, ResponseFunction):
+            found |= {"parameters": tool.parameters, "strict": tool.strict}
+        else:
+            found["parameters"] = _ONE_TEXT
+        return {"type": "function", "function": found}
 
 
-def name_in_chat(namespace: str | None, name: str | None) -> str:
-    return f"{namespace}__{name}" if namespace else name or ""
+def name_in_chat(namespace: str | None, name: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
 
 
 def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
     """Yield the functions for the chat. A namespace's description goes with its first tool."""
     for index, tool in enumerate(tools):
-        if tool.type != "namespace":
+        if not isinstance(tool, Namespace):
             yield Offered(f"tools.{index}", tool)
-        for number, each in enumerate(tool.tools or ()):
+            continue
+        for number, each in enumerate(tool.tools):
             about = None if number else tool.description
             yield Offered(f"tools.{index}.tools.{number}", each, tool.name, about)
 
 
-class AllowedTool(Strict):
-    type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
+class NamedTool(Strict):
+    type: Literal["function", "custom"]
     """The kind of tool."""
     name: Text
     """Its name."""
 
+    def of_chat(self) -> dict[str, Any]:
+        """Return the choice in chat's format."""
+        return {"type": "function", "function": {"name": self.name}}
 
-class ToolChoice(Strict):
-    type: Annotated[Literal["function", "custom", "allowed_tools"], BeforeValidator(_callable)]
-    """One tool to call, or with `allowed_tools` the tools that may be called."""
-    name: Text | None = None
-    """The tool's name."""
-    mode: Literal["auto", "required"] | None = None
-    """With `allowed_tools`: whether the model may or must call one of them."""
-    tools: Annotated[ListOf[AllowedTool], Field(max_length=MAX_TOOLS)] | None = None
-    """With `allowed_tools`: the tools that may be called."""
 
-    @model_validator(mode="after")
-    def _check(self) -> ToolChoice:
-        needed = ("mode", "tools") if self.type == "allowed_tools" else ("name",)
-        check_kind(self, self.type, needed, ("type",))
-        return self
-
-    def chosen(self) -> dict[str, AllowedTool | ToolChoice]:
-        """Return the chosen tools by their paths in the request."""
-        if self.type != "allowed_tools":
-            return {"tool_choice": self}
-        return {f"tool_choice.tools.{index}": tool for index, tool in enumerate(self.tools or ())}
-
-    def names(self) -> dict[str, str]:
-        """Return the caller's paths of the allowed tools, by their paths in the chat."""
-        path = "tool_choice.allowed_tools.tools.{}.function"
-        return {path.format(index): f"tool_choice.tools.{index}" for index in range(len(self.tools or ()))}
+class ResponseAllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    """Some of the tools."""
+    mode: Literal["auto", "required"]
+    """Whether the model may or must call one of them."""
+    tools: Annotated[ListOf[Annotated[NamedTool, ByType(_NO_TOOLS)]], Field(max_length=MAX_TOOLS)]
+    """The tools that may be called."""
 
     def of_chat(self) -> dict[str, Any]:
         """Return the choice in chat's format."""
-        if self.type != "allowed_tools":
-            return {"type": "function", "function": {"name": self.name}}
-        names = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools or ()]
-        return {"type": self.type, self.type: {"mode": self.mode, "tools": names}}
+        tools = [tool.of_chat() for tool in self.tools]
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": tools}}
+
+
+ToolChoice = Annotated[NamedTool | ResponseAllowedTools, ByType(_NO_TOOLS)]
+
+
+def chosen(choice: str | ToolChoice | None) -> dict[str, NamedTool]:
+    """Return the tools that the choice names, by their paths in the request."""
+    if isinstance(choice, NamedTool):
+        return {"tool_choice": choice}
+    tools = choice.tools if isinstance(choice, ResponseAllowedTools) else ()
+    return {f"tool_choice.tools.{index}": tool for index, tool in enumerate(tools)}
