@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from specserve.core import FieldError
-from specserve.frontend.fields import Strict, explain, fault
+from specserve.frontend.fields import explain
 from specserve.server.chat import ChatRequest
 from specserve.server.errors import ApiError
 
@@ -64,13 +64,3 @@ class Translation:
                 return ChatRequest.model_validate({**given, "messages": self.messages})
             except ValidationError as error:
                 raise explain(error.errors(include_url=False)) from None
-
-
-def check_kind(model: Strict, kind: str, needed: Collection[str], others: Collection[str]) -> None:
-    """Raise a validation error unless the model, which is one of several kinds, has exactly the fields of its kind."""
-    for name in model.model_fields_set:
-        if name not in needed and name not in others and getattr(model, name) is not None:
-            raise fault("kind", f"not allowed for the type {kind}", name)
-    for name in needed:
-        if getattr(model, name) is None:
-            raise fault("missing", "", name)

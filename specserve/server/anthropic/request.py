@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from specserve.core import MAX_COUNT
 from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text, excerpt, fault
+from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import MAX_STOPS, Count, Int
-from specserve.server.translate import Translation, check_kind
+from specserve.server.translate import Translation
 
 CACHE = "cache_control: prompts share cached prefixes anyway"
 EFFORT = "output_config.effort: the model's effort can't be set"
@@ -21,6 +20,7 @@ BUDGET = "thinking: the chat template decides how much the model thinks; budgets
 EAGER = "tools[].eager_input_streaming: arguments are streamed as soon as they are certain"
 ERROR = "is_error: chat templates have no place for it; the model reads only the result's text"
 _ALONE = "only the model calls tools"
+_CUSTOM = ByType("the server has no tools of its own; use custom", default="custom")
 
 
 class CacheControl(Strict):
@@ -32,66 +32,64 @@ class CacheControl(Strict):
     """Changes nothing."""
 
 
-class TextBlock(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {"citations": Refusal("text alone", [])}
-    type: Literal["text"]
-    """Only text is supported."""
-    text: Text
-    """A block's text."""
+class _Block(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "citations": Refusal("text alone", []),
+        "caller": Refusal(_ALONE, {"type": "direct"}),
+    }
     cache_control: CacheControl | None = None
     """Changes nothing."""
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    """Text."""
+    text: Text
+    """A block's text."""
 
 
 StopSequence = Annotated[Text, Field(min_length=1)]
 Texts = Text | Annotated[ListOf[TextBlock], Field(max_length=MAX_PARTS)]
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
-_OTHERS: Mapping[str, tuple[str, ...]] = {"thinking": ("signature",), "tool_result": ("content", "is_error")}
 
-
-class MessageBlock(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        "citations": Refusal("text alone", []),
-        "caller": Refusal(_ALONE, {"type": "direct"}),
-    }
-    type: Literal["text", "thinking", "tool_use", "tool_result"]
-    """What the block is."""
-    cache_control: CacheControl | None = None
-    """Changes nothing."""
-    text: Text | None = None
-    """A block's text."""
-    thinking: Text | None = None
+class ThinkingBlock(_Block):
+    type: Literal["thinking"]
+    """The assistant's reasoning."""
+    thinking: Text
     """The text of the reasoning."""
     signature: str | None = None
-    """A thinking block's signature; changes nothing."""
-    id: Text | None = None
-    """A call's id."""
-    name: Text | None = None
-    """The name of the called function or tool."""
-    input: dict[str, Any] | Text | None = None
-    """A call's arguments. A text, as a model may write it, goes to the chat template as in chat."""
-    tool_use_id: Text | None = None
+    """Changes nothing."""
+
+
+class ToolUse(_Block):
+    type: Literal["tool_use"]
+    """A call."""
+    id: Text
+    """The call's id."""
+    name: Text
+    """The name of the called tool."""
+    input: dict[str, Any] | Text
+    """The call's arguments. A text, as a model may write it, goes to the chat template as in chat."""
+
+
+class ToolResult(_Block):
+    type: Literal["tool_result"]
+    """The result of a call."""
+    tool_use_id: Text
     """The call that a result answers."""
     content: Texts | None = None
     """The called tool's result."""
     is_error: bool | None = None
     """Changes nothing: chat templates have no place for it, and the model reads only the result's text."""
 
-    @model_validator(mode="after")
-    def _check(self) -> MessageBlock:
-        check_kind(self, self.type, _KINDS[self.type], ("type", "cache_control", *_OTHERS.get(self.type, ())))
-        return self
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUse | ToolResult, ByType()]
 
 
 class InputMessage(Strict):
     role: Literal["system", "user", "assistant"]
     """Who speaks."""
-    content: Text | Annotated[ListOf[MessageBlock], Field(max_length=MAX_PARTS)]
+    content: Text | Annotated[ListOf[Block], Field(max_length=MAX_PARTS)]
     """Text, or blocks: `thinking` and `tool_use` of the assistant, `tool_result` of the user."""
 
     @model_validator(mode="after")
@@ -105,21 +103,13 @@ class InputMessage(Strict):
         return self
 
 
-def _callable(kind: object) -> object:
-    """Raise PydanticCustomError for a tool that the server would have to run or know."""
-    if isinstance(kind, str) and kind != "custom":
-        words = "not supported: {kind}: the server has no tools of its own; use custom"
-        raise PydanticCustomError("unsupported", words, {"kind": excerpt(kind)})
-    return kind
-
-
 class MessageTool(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "defer_loading": Refusal("all tools are in the prompt", False),
         "allowed_callers": Refusal(_ALONE, ["direct"]),
         "input_examples": Refusal("the model sees only the schema", []),
     }
-    type: Annotated[Literal["custom"], BeforeValidator(_callable)] | None = None
+    type: Literal["custom"] = "custom"
     """A tool that the caller runs."""
     name: Text
     """The tool's name; each may occur once."""
@@ -141,18 +131,19 @@ class MessageTool(Strict):
 
 
 class MessageToolChoice(Strict):
-    type: Literal["auto", "any", "tool", "none"]
-    """`any` is chat's `required`, `tool` its named function."""
-    name: Text | None = None
-    """With the type `tool`: the tool's name."""
+    type: Literal["auto", "any", "none"]
+    """`any` is chat's `required`."""
     disable_parallel_tool_use: bool | None = None
     """true is chat's `parallel_tool_calls` false."""
 
-    @model_validator(mode="after")
-    def _check(self) -> MessageToolChoice:
-        needed = ("name",) if self.type == "tool" else ()
-        check_kind(self, self.type, needed, ("type", "disable_parallel_tool_use"))
-        return self
+
+class MessageNamedTool(Strict):
+    type: Literal["tool"]
+    """A tool to call."""
+    name: Text
+    """The tool's name."""
+    disable_parallel_tool_use: bool | None = None
+    """true is chat's `parallel_tool_calls` false."""
 
 
 class Thinking(Strict):
@@ -162,7 +153,7 @@ class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     """`disabled` sets the chat template's `enable_thinking` to false; the others leave it to the template."""
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Most tokens of a thought; then the mark that ends it is written. Has an effect only with `--reasoning-parser`."""
+    """Maximum number of tokens of a thought, which is then ended. Has an effect only with `--reasoning-parser`."""
 
 
 class JsonFormat(Strict):
@@ -214,10 +205,10 @@ class CountTokensRequest(Strict):
     """The conversation; the user's turn is the last."""
     system: Texts | None = None
     """A system message before the conversation; blocks are joined as they are."""
-    tools: Annotated[ListOf[MessageTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ListOf[Annotated[MessageTool, _CUSTOM]], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call."""
-    tool_choice: MessageToolChoice | None = None
-    """Whether and what the model calls. Not set: `auto`, if there are tools."""
+    tool_choice: Annotated[MessageToolChoice | MessageNamedTool, ByType()] | None = None
+    """Whether and what the model calls. Default: `auto`, if there are tools."""
     thinking: Thinking | None = None
     """Whether the model thinks."""
     output_config: OutputConfig | None = None
@@ -249,14 +240,18 @@ class CountTokensRequest(Strict):
             yield BUDGET
         if any(tool.eager_input_streaming for tool in tools):
             yield EAGER
-        if any(block.is_error for block in blocks):
+        if any(isinstance(block, ToolResult) and block.is_error for block in blocks):
             yield ERROR
 
     def chat(self) -> Translation:
         """Return the request translated to chat."""
         choice = self.tool_choice or MessageToolChoice(type="auto")
-        named = {"type": "function", "function": {"name": choice.name}}
-        kinds: dict[str, Any] = {"auto": None, "any": "required", "tool": named, "none": "none"}
+        named = (
+            {"type": "function", "function": {"name": choice.name}}
+            if isinstance(choice, MessageNamedTool)
+            else None
+        )
+        kinds = {"auto": None, "any": "required", "tool": named, "none": "none"}
         off = self.thinking is not None and self.thinking.type == "disabled"
         wanted = self.output_config.format if self.output_config is not None else None
         schema = None if wanted is None else {"name": "output", "schema": wanted.schema_}
@@ -298,7 +293,7 @@ class MessagesRequest(CountTokensRequest):
         "service_tier": Refusal("there are no tiers", "auto", "standard_only"),
     }
     max_tokens: Count
-    """Most tokens of the answer, thinking included."""
+    """Maximum number of tokens in the answer, thinking included."""
     metadata: MessageMetadata | None = None
     """Labels that change no answer."""
     stop_sequences: Annotated[ListOf[StopSequence], Field(max_length=MAX_STOPS)] | None = None
@@ -349,7 +344,7 @@ def _add(chat: Translation, name: str, message: InputMessage) -> None:
     begun = continues  # the message that the blocks are added to
     for index, block in enumerate(message.content):
         place = f"{name}.content.{index}"
-        if block.type == "tool_result":
+        if isinstance(block, ToolResult):
             begun = False
             answered = chat.add(
                 "tool", place, content=_joined(block.content or ""), tool_call_id=block.tool_use_id
@@ -360,10 +355,10 @@ def _add(chat: Translation, name: str, message: InputMessage) -> None:
             chat.add(message.role, name, content="")
             begun = True
         last = chat.messages[-1]
-        if block.type == "text":
+        if isinstance(block, TextBlock):
             last["content"] += block.text
-        elif block.type == "thinking":
-            last["reasoning_content"] = last.get("reasoning_content", "") + (block.thinking or "")
+        elif isinstance(block, ThinkingBlock):
+            last["reasoning_content"] = last.get("reasoning_content", "") + block.thinking
         else:
             called = {"name": block.name, "arguments": block.input}
             chat.call(place, "id", {"id": block.id, "function": called})
