@@ -41,14 +41,14 @@ class Formats:
             marks += ThinkParser.marks
         if tools.tools and self.calls is not None:
             calls = self.calls.parser(functions_of(tools.tools))
-            calls.either = has_form or tools.apart(self.calls)
+            calls.either = has_form or tools.calls_or_text(self.calls)
             marks += self.calls.marks
         return AnswerParser(thought, calls, marks)
 
     def held(self, calls: Calls, form: str | None = None) -> str | None:
         """Return the grammar of tool calls, or of calls or a ``form`` if the model may choose; None if it is
         unconstrained. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not JSON."""
-        if calls.held_by is None and form is None:
+        if calls.constrained_by is None and form is None:
             return None
         assert self.calls is not None, "Calls.check ran"
         return calls.grammar(self.calls, self._marks, (form or "") if calls.free else "")

@@ -118,7 +118,7 @@ class Calls:
         return [each for each in enumerate(self.tools) if not names or each[1].function.name in names]
 
     @property
-    def held_by(self) -> str | None:
+    def constrained_by(self) -> str | None:
         """Return the field that makes a grammar necessary, None if the model is unconstrained."""
         if not self.tools:
             return None
@@ -146,9 +146,9 @@ class Calls:
             )
             raise FieldError(form, words, "unsupported_parameter")
 
-    def apart(self, format_: Format) -> bool:
+    def calls_or_text(self, format_: Format) -> bool:
         """Return whether an answer is calls or text, never both, so that a grammar can tell them apart."""
-        return self.held_by is not None and self.free and format_.frame(()).alone is not None
+        return self.constrained_by is not None and self.free and format_.frame(()).alone is not None
 
     def grammar(self, format_: Format, marks: Marks, form: str = "") -> str:
         """Return the grammar. If the model must call, the arguments match the function's schema. If it may call, they

@@ -171,8 +171,8 @@ def call_form(front: Front, calls: Calls, form: Form | None) -> Form | None:
         return form[0], lambda: str(front.formats.held(calls, form[1]()))
     return (
         None
-        if calls.held_by is None
-        else (calls.held_by, lambda: str(front.formats.held(calls)))
+        if calls.constrained_by is None
+        else (calls.constrained_by, lambda: str(front.formats.held(calls)))
     )
 
 

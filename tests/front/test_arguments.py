@@ -92,7 +92,7 @@ def test_all_kinds_of_arguments(walker: Walker, format_: str, choice: Any, paral
         if answer is None:
             continue
         parser = FORMATS[format_].parser(functions_of(tools))
-        parser.either = calls.apart(FORMATS[format_])
+        parser.either = calls.calls_or_text(FORMATS[format_])
         events = merged([*parser.feed(answer), *parser.finish()])
         names = [event.name for event in events if isinstance(event, Call)]
         given = [event.text for event in events if isinstance(event, Arguments)]

@@ -257,8 +257,8 @@ def test_which_grammars_are_made_from_schemas() -> None:
 
 
 def test_what_is_free_needs_no_grammar() -> None:
-    assert Calls(tools()).held_by is None
-    assert Calls(tools(), "auto", True).held_by is None
+    assert Calls(tools()).constrained_by is None
+    assert Calls(tools(), "auto", True).constrained_by is None
 
 
 def test_a_grammar_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
