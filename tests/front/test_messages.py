@@ -192,7 +192,7 @@ def test_what_claude_code_sends(ask: Ask, caplog: pytest.LogCaptureFixture) -> N
             {"role": "user", "content": [{"type": "text", "text": "<r>"}, {"type": "text", "text": "List.", **cached}]},
             {"role": "assistant", "content": [
                 {"type": "thinking", "thinking": "ls", "signature": ""},
-                {"type": "text", "text": "I list."},
+                {"type": "text", "text": "I list.", "id": None, "citations": None},
                 {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
             ]},
             {"role": "user", "content": [

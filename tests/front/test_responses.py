@@ -378,9 +378,10 @@ def test_no_ops(ask: Ask) -> None:
     api, _ = ask()
     fields: Any = {"store": False, "background": False, "previous_response_id": None, "truncation": "disabled",
                    "service_tier": "auto", "top_logprobs": 0,
-                   "text": {"format": {"type": "text"}, "verbosity": "medium"},
+                   "text": {"format": {"type": "text", "schema": None}, "verbosity": "medium"},
                    "tools": [], "tool_choice": "auto", "user": "u", "reasoning": {"effort": "none"}}  # fmt: skip
-    found = api.responses.create(model="tiny", input="hi", **fields)
+    item: Any = {"type": None, "role": "user", "content": "hi", "call_id": None}
+    found = api.responses.create(model="tiny", input=[item], **fields)
     assert (found.output_text, found.user) == ("Hi there!", "u")
 
 
