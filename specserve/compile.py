@@ -35,9 +35,9 @@ GPUS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
-    parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Not set: this machine's.")
+    parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Default: this machine's.")
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), metavar="N", help="Not set: all cores."
+        "--processes", type=int, default=os.cpu_count(), metavar="N", help="Default: all cores."
     )
     try:
         own, flags = own_options(parser, argv)

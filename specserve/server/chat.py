@@ -68,13 +68,13 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Text | None = None
     """Only for a chat template that reads it. `none` sets `enable_thinking` to false in `chat_template_kwargs`."""
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Most tokens of a thought; then the mark that ends it is written. Only with `--reasoning-parser`."""
+    """Maximum number of tokens in a thought; then the mark that ends it is written. Only with `--reasoning-parser`."""
     reasoning_field: ReasoningField | None = None
-    """The answer's field for reasoning; `reasoning` is its newer name in vLLM. Not set: `reasoning_content`."""
+    """The answer's field for reasoning; `reasoning` is its newer name in vLLM. Default: `reasoning_content`."""
     tools: Tools | None = None
     """Functions that the model may call, if its chat template has a place for them."""
     tool_choice: ToolChoice | None = None
-    """`none` leaves the tools out of the prompt; `required` or a function makes the model call. Not set: `auto`."""
+    """`none` leaves the tools out of the prompt; `required` or a function makes the model call. Default: `auto`."""
     parallel_tool_calls: bool | None = None
     """false: the model makes at most one call."""
     safety_identifier: str | None = None

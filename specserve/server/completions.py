@@ -54,7 +54,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of the answer's tokens, with this many alternatives for each."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Most tokens of an answer, 0 for the prompt alone. Not set: 16."""
+    """Maximum number of tokens in an answer, 0 for the prompt alone. Default: 16."""
 
     @property
     def candidates(self) -> int:

@@ -64,7 +64,7 @@ class SpeculationField(Strict):
     enabled: bool = True
     """false decodes plainly."""
     max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Most draft nodes checked for this request in a step. Not set: what the server's shape gives."""
+    """Most draft nodes checked for this request in a step. Default: what the server's shape gives."""
 
 
 class GenerationRequest(StructuredRequest):
@@ -77,14 +77,14 @@ class GenerationRequest(StructuredRequest):
     model: str
     """One of the served names."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description=f"Answers to each prompt; at most {MAX_ANSWERS} to all prompts of a call."
+        None, description=f"Number of answers per prompt. At most {MAX_ANSWERS} per call."
     )
     max_tokens: Count | None = None
-    """Most tokens of an answer. Not set: the checkpoint's (`--sampling-defaults`), or up to the context length."""
+    """Maximum number of tokens in an answer. Default: the checkpoint's (`--sampling-defaults`) or the context."""
     temperature: Annotated[float, _bounded("temperature")] | None = None
-    """0 is greedy. Not set: the checkpoint's (`--sampling-defaults`), or 1; 0 with `--requests-all-greedy`."""
+    """0 is greedy. Default: the checkpoint's (`--sampling-defaults`), or 1; 0 with `--requests-all-greedy`."""
     top_p: Annotated[float, _bounded("top_p")] | None = None
-    """Keeps the most likely tokens that together have this probability. 1 is off. Not set: the checkpoint's."""
+    """Keeps the most likely tokens that together have this probability. 1 is off. Default: the checkpoint's."""
     presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
     """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
@@ -92,7 +92,7 @@ class GenerationRequest(StructuredRequest):
     logit_bias: Bias | None = None
     """Token ids (as strings) and the values added to their logits."""
     seed: Int | None = None
-    """Same seed, same answer. Not set: each answer draws its own."""
+    """Same seed, same answer. Default: each answer draws its own."""
     stop: Text | Annotated[ListOf[Text], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are not part of it; none may be empty."""
     stream: bool | None = None
@@ -102,13 +102,13 @@ class GenerationRequest(StructuredRequest):
     user: str | None = None
     """A label that changes no answer."""
     top_k: Annotated[Int, WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
-    """Keeps this many of the most likely tokens. 0 and -1 are off. Not set: the checkpoint's."""
+    """Keeps this many of the most likely tokens. 0 and -1 are off. Default: the checkpoint's."""
     min_p: Annotated[float, _bounded("min_p")] | None = None
-    """Keeps tokens with at least this share of the likeliest one's probability. 0 is off. Not set: the checkpoint's."""
+    """Keeps tokens with at least this share of the likeliest one's probability. 0 is off. Default: the checkpoint's."""
     repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = Field(
         None,
         description="Divides positive logits of tokens in prompt or answer, multiplies negative ones. 1 is off. "
-        "Not set: the checkpoint's.",
+        "Default: the checkpoint's.",
     )
     ignore_eos: bool | None = None
     """The model's end token does not end the answer."""
@@ -117,11 +117,11 @@ class GenerationRequest(StructuredRequest):
     stop_token_ids: ListOf[Int] | None = None
     """Tokens that end the answer."""
     skip_special_tokens: bool | None = None
-    """false writes the answer's special tokens as text. Not set: true."""
+    """false writes the answer's special tokens as text. Default: true."""
     include_stop_str_in_output: bool | None = None
     """The stop string or stop token that ends the answer is part of its text."""
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
-    """Among waiting requests the lowest value is served first, the oldest among equals. Not set: 0."""
+    """Among waiting requests the lowest value is served first, the oldest among equals. Default: 0."""
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and `token_ids` in each choice."""
     prediction: PredictionField | None = None
