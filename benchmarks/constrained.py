@@ -33,7 +33,7 @@ from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, Reasoning, merged
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser
 from specserve.frontend.parsers.think import ThinkParser
-from specserve.frontend.tools import ChosenTools, Tool
+from specserve.frontend.tools import NamedFunction, Tool
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -113,8 +113,8 @@ def kinds() -> dict[str, Kind]:
     }
 
 
-def _named(name: str) -> ChosenTools:
-    return ChosenTools.model_validate({"type": "function", "function": {"name": name}})
+def _named(name: str) -> NamedFunction:
+    return NamedFunction.model_validate({"type": "function", "function": {"name": name}})
 
 
 def _calls(
@@ -145,7 +145,7 @@ def _calls(
     def is_valid(answer: str) -> bool:
         thought = None if prompt is None else ThinkParser(prompt)
         reader = FORMATS[format_].parser(SCHEMAS)
-        reader.either = calls.apart(FORMATS[format_])
+        reader.either = calls.calls_or_text(FORMATS[format_])
         parser = AnswerParser(thought, reader)
         events = merged([*parser.feed(answer), *parser.finish()])
         names = [event.name for event in events if isinstance(event, Call)]
