@@ -141,7 +141,7 @@ class ByType:
 
     def _kind(self, data: Mapping[str, Any], known: Collection[str]) -> str:
         kind = data.get("type")
-        if kind is None and (kind := self.default) is None:
+        if kind is None and (kind := self.default) is None and "type" not in data:
             raise fault("missing", "", "type")
         if isinstance(kind, str) and kind in known:
             return kind

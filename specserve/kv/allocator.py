@@ -89,12 +89,8 @@ class PageAllocator:
 
     def problems(self) -> list[str]:
         """Return the inconsistencies: free pages with owners, pages that are free twice, too few references, wrong
-        counts."""
-        free, references, found = (
-            np.array(self._free),
-            np.array(self._references),
-            [],
-        )  # there may be millions
+        counts. There may be millions of pages."""
+        free, references, found = np.array(self._free), np.array(self._references), []
         times = np.bincount(free, minlength=self.num_pages)
         if twice := len(free) - np.count_nonzero(times):
             found.append(f"{twice} pages are free twice")

@@ -49,9 +49,8 @@ class LocalEngine:
 
     def close(self) -> None:
         """End the engine and fail the requests that are open. Return when its thread has ended."""
-        _end(
-            self._port, self._thread
-        )  # not through the finalizer, which waits again if Ctrl-C ends the wait here
+        # Not through the finalizer, which would be used up if Ctrl-C ended the wait here.
+        _end(self._port, self._thread)
         self._ready = Future()  # drops the engine
         self._ready.set_exception(EngineFailed(_CLOSED))
 
@@ -83,7 +82,7 @@ class _Port:
         self._routes: dict[str, _Route] = {}
         self._ended: str | None = None  # why the engine takes no more requests
         self._waiting = False  # the engine waits for messages
-        self._lent = False  # and may wait for nothing else: a caller uses it
+        self._lent = False  # a caller uses the engine, which therefore waits without a limit
 
     def receive(self, seconds: float | None) -> list[ToEngine] | None:
         with self._changed:
