@@ -116,8 +116,7 @@ def through(door: str, settings: dict[str, Any], port: int, environment: dict[st
     if door == "server":
         with served(settings, port, environment) as seconds:
             model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
-            connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(max(COUNTS))]
-            with asyncio.Runner() as loop:
+            with asyncio.Runner() as loop, _connections(port, max(COUNTS)) as connections:
                 rates = measure(lambda prompts: loop.run(_answer(connections, model, prompts)))
             return {"seconds": seconds, "rates": rates, **counters(port)}
     command = [sys.executable, "-c", CHILD, str(time.time()), json.dumps(settings)]
@@ -175,6 +174,16 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['shape']:8} {row['door']:6} {row['start']}: ready {row['seconds']:5.1f} s; {rates}; {zeros}"
 
 
+@contextmanager
+def _connections(port: int, count: int) -> Iterator[list[Connection]]:
+    connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(count)]
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+
+
 async def _answer(connections: list[Connection], model: str, prompts: list[list[int]]) -> None:
     """Answer prompts, each on a connection of its own."""
     greedy = {"model": model, "max_tokens": NEW, "ignore_eos": True, "temperature": 0}
@@ -188,25 +197,30 @@ async def first_requests(port: int) -> list[dict[str, Any]]:
     """Milliseconds of the first turn and of later ones, a row for each number of requests at a time and kind."""
     model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
     rows = []
-    connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(max(TURNS))]
-    for count, turns in TURNS.items():
-        for kind, params in KINDS.items():
-            seconds = []
-            for turn in range(turns):
-                again = turn >= turns - LAST
-                if again:
-                    _check(await connections[0].ask("/flush_cache", b""))
-                rng = random.Random(f"{kind} {count} {0 if again else turn}")
-                begin = time.perf_counter()
-                await asyncio.gather(*(_ask(each, model, rng, params) for each in connections[:count]))
-                seconds.append(time.perf_counter() - begin)
-            later = statistics.median(seconds[-LAST:])
-            row = {"kind": kind, "at_a_time": count, "first_ms": seconds[0] * 1e3, "later_ms": later * 1e3}
-            rows.append(row | {"ratio": seconds[0] / later})
-            print(
-                f"{kind:10} {count:3} at a time: {seconds[0] * 1e3:7.1f} ms, later {later * 1e3:7.1f}",
-                flush=True,
-            )
+    with _connections(port, max(TURNS)) as connections:
+        for count, turns in TURNS.items():
+            for kind, params in KINDS.items():
+                seconds = []
+                for turn in range(turns):
+                    again = turn >= turns - LAST
+                    if again:
+                        _check(await connections[0].ask("/flush_cache", b""))
+                    rng = random.Random(f"{kind} {count} {0 if again else turn}")
+                    begin = time.perf_counter()
+                    await asyncio.gather(*(_ask(each, model, rng, params) for each in connections[:count]))
+                    seconds.append(time.perf_counter() - begin)
+                later = statistics.median(seconds[-LAST:])
+                row = {
+                    "kind": kind,
+                    "at_a_time": count,
+                    "first_ms": seconds[0] * 1e3,
+                    "later_ms": later * 1e3,
+                }
+                rows.append(row | {"ratio": seconds[0] / later})
+                print(
+                    f"{kind:10} {count:3} at a time: {seconds[0] * 1e3:7.1f} ms, later {later * 1e3:7.1f}",
+                    flush=True,
+                )
     return rows
 
 

@@ -230,6 +230,7 @@ class CompileAhead:
         from specserve_kernels.ops.device import this_gpu
 
         WATCH.install()
+        WATCH.serving = False  # another engine of this process may have set it
         job = Job(config, this_gpu(), max(1, config.cores - 1))
         file, process = list_file(job), None
         if not file.exists():
@@ -243,7 +244,8 @@ class CompileAhead:
         """Wait until everything is compiled, and load it, so that neither a capture nor a request waits for it."""
         if self.process is not None:
             assert self.process.stderr is not None
-            said = self.process.stderr.read().decode(errors="replace")
+            with self.process.stderr as stderr:
+                said = stderr.read().decode(errors="replace")
             if self.process.wait():
                 log.warning("kernels could not be compiled in advance: %s", said.strip().rpartition("\n")[2])
             else:
