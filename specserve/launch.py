@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
         configure_logging(given.log_level, given.log_format)
         # Once, for both processes: a wrong path is reported at once, and both read the same revision.
         local, notes = resolve_paths(given)
-        notes = [*service_links(), *notes]
+        notes = service_links() | notes
         adopt_loggers()
         log_notes(log, notes)
         from specserve.server.run import run_server
 
-        return run_server(local, Noted(build, notes))
+        return run_server(local, Noted(build, [*notes]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

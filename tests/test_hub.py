@@ -159,21 +159,21 @@ def test_model_draft_tokenizer_and_map(fake: FakeHub, tmp_path: Path) -> None:
     assert [note.split(" = ")[0] for note in notes] == [
         "model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map",
     ]  # fmt: skip
-    assert "the hub's org/draft at revision beef" in notes[2]
+    assert "the hub's org/draft at revision beef" in [*notes][2]
     Path(found.speculative_token_map).parent.mkdir(parents=True)
     Path(found.speculative_token_map).touch()
-    assert resolve_paths(found) == (found, []), "what is local is not asked for again"
+    assert resolve_paths(found) == (found, {}), "what is local is not asked for again"
 
 
 def test_flags_of_the_hub_where_all_is_local(tmp_path: Path) -> None:
     unread = {"download_dir": "/cache", "speculative_draft_model_revision": "v1"}
     found, notes = resolve_paths(Settings(model_path=str(tmp_path), revision="main", **unread))
-    assert notes == [
+    assert [*notes] == [
         f"--revision has no effect: {tmp_path} is a local directory",
         "--speculative-draft-model-revision has no effect: no draft is downloaded",
         "--download-dir has no effect: all files are local",
     ]
-    assert resolve_paths(found) == (found, [])
+    assert resolve_paths(found) == (found, {})
 
 
 @pytest.mark.parametrize(
@@ -304,13 +304,13 @@ def test_no_tokenizer_is_fetched_that_is_not_read(fake: FakeHub, tmp_path: Path)
         found, notes = resolve_paths(given)
         assert fake.fetched == []
         why = "has no effect: --skip-tokenizer-init loads no tokenizer"
-        assert notes == [f"--trust-remote-code {why}", f"--tokenizer-path {why}"]
+        assert [*notes] == [f"--trust-remote-code {why}", f"--tokenizer-path {why}"]
         assert (found.tokenizer_path, found.trust_remote_code) == (str(tmp_path), False)
-        assert resolve_paths(found) == (found, [])
+        assert resolve_paths(found) == (found, {})
     fake.files["org/Model-1.0"] = ["config.json", "model.safetensors", "modeling_custom.py"]
     resolve_paths(Settings(model_path="org/Model-1.0", skip_tokenizer_init=True, trust_remote_code=True))
     assert fake.fetched[-1][3] == ["config.json", "model.safetensors"]
-    assert resolve_paths(Settings(model_path=str(tmp_path), skip_tokenizer_init=True))[1] == []
+    assert resolve_paths(Settings(model_path=str(tmp_path), skip_tokenizer_init=True))[1] == {}
 
 
 def test_without_a_network_the_cache_serves(fake: FakeHub, cache: Path) -> None:

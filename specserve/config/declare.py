@@ -44,7 +44,7 @@ class Setting:
         return [self.name, *self.aliases]
 
 
-def setting(default: Value, help: str, *, group: str, **declared: Any) -> Any:
+def setting(group: str, default: Value, help: str, **declared: Any) -> Any:
     """Declare a field of ``Settings``; ``declared`` are further fields of ``Setting``."""
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **declared})
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+
+Notes = dict[str, int]
+"""Notes in order, and the level at which each is logged."""
+CHOSEN, UNUSED = logging.INFO, logging.WARNING
 
 
-class Unused(str):
-    """A note that a given setting, or its value, is not used."""
-
-    __slots__ = ()
-
-
-def log_notes(log: logging.Logger, notes: Iterable[str]) -> None:
-    """Log what is not used as warnings, which ``--log-level warning`` shows, and choices at info."""
-    for note in notes:
-        log.log(logging.WARNING if isinstance(note, Unused) else logging.INFO, "%s", note)
+def log_notes(log: logging.Logger, notes: Notes) -> None:
+    for note, level in notes.items():
+        log.log(level, "%s", note)

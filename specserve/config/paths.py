@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specserve.config import hub
-from specserve.config.notes import Unused
+from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC
 from specserve.methods import METHOD_NAMES, carries_draft, method_of
@@ -26,19 +26,19 @@ _OF_TOKENIZER = ("trust_remote_code", "chat_template", "tool_call_parser", "reas
 _UNREAD = ": --skip-tokenizer-init loads no tokenizer"
 
 
-def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
+def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
     """Return a copy of the settings with local paths and a model name, and a note on each choice.
 
     Resolving a resolved copy changes nothing. Raises ValueError naming the flag, the path and what to do.
     """
-    notes: list[str] = []
+    notes: Notes = {}
     if settings.skip_tokenizer_init:
         settings = settings.without(_OF_TOKENIZER, _UNREAD, notes)
     places = _Places(settings, notes, [])
     model = settings.model_path
     if model is None:
         model = str(BUNDLED_MODEL)
-        notes.append(f"model_path = {model}: none was given, serving the bundled model")
+        notes[f"model_path = {model}: none was given, serving the bundled model"] = CHOSEN
     model_path = places.directory("--model-path", model, settings.revision)
     resolved = replace(
         settings,
@@ -89,14 +89,14 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
         settings.without(["speculative_draft_model_path"], f": {algorithm} has no checkpoint", places.notes)
         return None
     if carries_draft(algorithm, model_path):
-        places.notes.append(
-            f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"
-        )
+        note = f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"
+        places.notes[note] = CHOSEN
         return str(model_path)
     bundled = BUNDLED_DRAFTS.get(algorithm)
     if bundled is None or not _same(model_path, BUNDLED_MODEL):
         raise ValueError(f"{_DRAFT_FLAG}: needed for --speculative-algorithm {algorithm} with {model_path}")
-    places.notes.append(f"speculative_draft_model_path = {bundled}: none was given, using the bundled draft")
+    note = f"speculative_draft_model_path = {bundled}: none was given, using the bundled draft"
+    places.notes[note] = CHOSEN
     return str(places.directory(_DRAFT_FLAG, str(bundled), None))
 
 
@@ -120,7 +120,7 @@ def _file(name: str, settings: Settings, places: _Places) -> str | None:
     repo = hub.Repo(flag, "/".join(parts[:2]), cache=settings.download_dir)
     places.downloads.append(str(repo))
     found = hub.fetch_file(repo, parts[2])
-    places.notes.append(f"{name} = {found}: {parts[2]} of the hub's {repo}")
+    places.notes[f"{name} = {found}: {parts[2]} of the hub's {repo}"] = CHOSEN
     return str(found)
 
 
@@ -130,7 +130,7 @@ class _Places:
     those from the hub."""
 
     settings: Settings
-    notes: list[str]
+    notes: Notes
     downloads: list[str]
 
     def directory(
@@ -147,7 +147,7 @@ class _Places:
         path = Path(repo.name).expanduser()
         if path.is_dir():
             if repo.revision is not None:
-                self.notes.append(Unused(f"{repo.revision_flag} has no effect: {path} is a local directory"))
+                self.notes[f"{repo.revision_flag} has no effect: {path} is a local directory"] = UNUSED
             return path
         if path.exists():
             raise ValueError(f"{repo.flag}: {repo.name} is not a directory")
@@ -155,7 +155,7 @@ class _Places:
             raise ValueError(f"{repo.flag}: {repo.name} does not exist")
         self.downloads.append(str(repo))
         found = hub.fetch(repo, kind, code=self.settings.trust_remote_code)
-        self.notes.append(f"{repo.flag[2:].replace('-', '_')} = {found}: the hub's {repo}")
+        self.notes[f"{repo.flag[2:].replace('-', '_')} = {found}: the hub's {repo}"] = CHOSEN
         return found
 
 

@@ -11,13 +11,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from specserve.config.notes import Notes
 from specserve.config.settings import FP8_KV, NO_OPS, ROUNDED, Settings
 from specserve.config.speculation import resolve_speculation, resolve_token_map
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
-
-Notes = list[str]
 
 
 def resolve(
@@ -28,7 +27,7 @@ def resolve(
 
     Raises ValueError naming a flag that can't be honoured.
     """
-    notes: Notes = []
+    notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
     steps: list[Callable[[Settings, ModelConfig, Notes], Settings]] = [
         _dtype,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specserve.config.notes import Unused
+from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import Settings
 from specserve.core import SamplingParams
 
@@ -20,25 +20,24 @@ _SILENT = ("do_sample", "transformers_version", "use_cache")
 """Other fields that need no note; nor do those that are private or name tokens."""
 
 
-def resolve_sampling(settings: Settings, notes: list[str]) -> dict[str, float]:
+def resolve_sampling(settings: Settings, notes: Notes) -> dict[str, float]:
     """Return the defaults of ``SamplingParams`` that the settings, which have local paths, ask for, and note them.
     Raises ValueError naming file and field."""
     file, greedy = Path(settings.model_path or "") / FILE, settings.requests_all_greedy
     found = _read(file, notes) if settings.sampling_defaults == "model" and file.exists() else {}
     given = bool(found)
     if greedy and found.get("temperature"):
-        words = f"temperature {found['temperature']:g} of {FILE} has no effect: --requests-all-greedy"
-        notes.append(Unused(words))
+        note = f"temperature {found['temperature']:g} of {FILE} has no effect: --requests-all-greedy"
+        notes[note] = UNUSED
     found |= {"temperature": 0} if greedy else {}
     if given:
         listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
-        notes.append(
-            f"requests that set none get {listed} ({FILE}); --sampling-defaults openai turns this off"
-        )
+        note = f"requests that set none get {listed} ({FILE}); --sampling-defaults openai turns this off"
+        notes[note] = CHOSEN
     return found
 
 
-def _read(file: Path, notes: list[str]) -> dict[str, float]:
+def _read(file: Path, notes: Notes) -> dict[str, float]:
     from specserve.models.config import COUNT, TRUTH, check, read_json  # imports torch
 
     fields = read_json(file)
@@ -55,7 +54,7 @@ def _read(file: Path, notes: list[str]) -> dict[str, float]:
     if fields.get("do_sample") is False:
         found["temperature"] = 0
     if unread := ", ".join(_unread(fields)):
-        notes.append(f"{FILE}: {unread} not read")
+        notes[f"{FILE}: {unread} not read"] = CHOSEN
     return found
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from specserve.config import checks
 from specserve.config.declare import power_of_two, setting, settings_of
-from specserve.config.notes import Unused
+from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.values import check_value
 from specserve.methods import METHOD_NAMES, NONE, Method, method_of, names_where
 
-MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
+GROUPS = MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
+model, server, engine, speculation = (partial(setting, group) for group in GROUPS)
 MAX_SLOTS = 65536  # limit of the attention kernels
 CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
@@ -38,421 +40,350 @@ class Settings:
     Raises ValueError naming the setting when a value is out of range.
     """
 
-    model_path: str | None = setting(
+    model_path: str | None = model(
         None,
         "Directory of the model in Hugging Face format, or its id on the hub. Default: the bundled model.",
-        group=MODEL,
         aliases=("model",),
     )
-    revision: str | None = setting(
-        None,
-        "Branch, tag or commit of the model's repository on the hub. Default: its main branch.",
-        group=MODEL,
+    revision: str | None = model(
+        None, "Branch, tag or commit of the model's repository on the hub. Default: its main branch."
     )
-    download_dir: str | None = setting(
-        None, "Cache directory for downloads from the hub. Default: the hub's own (HF_HOME).", group=MODEL
+    download_dir: str | None = model(
+        None, "Cache directory for downloads from the hub. Default: the hub's own (HF_HOME)."
     )
-    tokenizer_path: str | None = setting(
-        None, "Directory or hub id of the tokenizer. Default: the model's.", group=MODEL
+    tokenizer_path: str | None = model(None, "Directory or hub id of the tokenizer. Default: the model's.")
+    chat_template: str | None = model(
+        None, "Jinja chat template that replaces the tokenizer's: a file, or the text itself."
     )
-    chat_template: str | None = setting(
-        None,
-        "Jinja chat template that replaces the tokenizer's: a file, or the text itself.",
-        group=MODEL,
+    skip_tokenizer_init: bool = model(
+        False, "Load no tokenizer: completions take and return token ids; chat is refused."
     )
-    skip_tokenizer_init: bool = setting(
-        False,
-        "Load no tokenizer: completions take and return token ids; chat is refused.",
-        group=MODEL,
-    )
-    trust_remote_code: bool = setting(
+    trust_remote_code: bool = model(
         False,
         "Run the tokenizer code that comes with a checkpoint. Model code that comes with one is never run.",
-        group=MODEL,
     )
-    served_model_name: tuple[str, ...] = setting(
+    served_model_name: tuple[str, ...] = model(
         (),
         "Names that requests may use as `model`, with or without an organisation. Default: the last part of the model "
         "path; for a model of the hub also its id; for the bundled model `specserve-chat`.",
-        group=MODEL,
         check=checks.once,
     )
-    context_length: int | None = setting(
+    context_length: int | None = model(
         None,
         "Longest prompt plus answer, in tokens. Default: the model's max_position_embeddings, times the factor of a "
         "scaled rope.",
-        group=MODEL,
         low=2,
     )
-    dtype: str = setting(
+    dtype: str = model(
         "auto",
         "Type of weights and activations. auto: float32 on cpu; on cuda the checkpoint's own, or bfloat16 for "
         "float32.",
-        group=MODEL,
         choices=("auto", "bfloat16", "float16", "float32", "float64"),
     )
-    quantization: str = setting(
+    quantization: str = model(
         "none",
         "Quantize a checkpoint of 16 or 32 bits to 8 or 4 bits when it is loaded. fp8 and int8 have a scale for each "
         "output, int4 one for each 128 inputs. Only projections are quantized, not embedding and head; with fp8, the "
         "projections' inputs are too. On a GPU a step then reads half or a quarter of the bytes; on a CPU, and in "
         "float64, no memory is saved. none: weights as the checkpoint stores them. A quantized checkpoint needs no "
         "flag and is refused if the flag names another format.",
-        group=MODEL,
         choices=("none", *ROUNDED, "awq", "gptq", "compressed-tensors", "modelopt"),
     )
 
-    sampling_defaults: str = setting(
+    sampling_defaults: str = model(
         "model",
         "Sampling values of requests that don't set them. model: temperature, top_k, top_p, min_p, repetition_penalty "
         "and max_new_tokens (for max_tokens) of the checkpoint's generation_config.json; do_sample false means "
         "temperature 0. openai: those of OpenAI's API, whatever the checkpoint says.",
-        group=MODEL,
         choices=("model", "openai"),
     )
 
-    tool_call_parser: str = setting(
+    tool_call_parser: str = server(
         "auto",
         "How the model writes tool calls. auto: as its chat template says, if that is one known format. none: `tools` "
         "is refused. qwen, qwen25 and qwen3 are other names of hermes, llama3 of llama3_json.",
-        group=SERVER,
         choices=("auto", "none", *CALL_FORMATS),
     )
-    reasoning_parser: str = setting(
+    reasoning_parser: str = server(
         "none",
         "How the model marks its reasoning, which chat then returns as `reasoning_content`. All values mean the same: "
         "between `<think>` and `</think>`, where `<think>` may be the end of the prompt. none: reasoning is part of "
         "the content.",
-        group=SERVER,
         choices=("none", *REASONING_FORMATS),
     )
-    host: str = setting("127.0.0.1", "Address to listen on.", group=SERVER)
-    port: int = setting(30000, "Port to listen on; 0 takes any free port.", group=SERVER, low=0, high=65535)
-    api_key: str | None = setting(
+    host: str = server("127.0.0.1", "Address to listen on.")
+    port: int = server(30000, "Port to listen on; 0 takes any free port.", low=0, high=65535)
+    api_key: str | None = server(
         None,
         "Key that requests must carry as `Authorization: Bearer KEY` or `x-api-key: KEY`; not empty. /health, /live, "
         "/metrics and the playground's files need no key.",
-        group=SERVER,
         secret=True,
         check=checks.sendable,
     )
-    log_level: str = setting(
+    log_level: str = server(
         "info",
         "Least severe messages that are logged.",
-        group=SERVER,
         choices=("debug", "info", "warning", "error", "critical"),
     )
-    log_format: str = setting(
+    log_format: str = server(
         "text",
         "Format of the log: lines of text, or JSON objects with time, level, module, message and, while a request is "
         "answered, request_id.",
-        group=SERVER,
         choices=("text", "json"),
     )
-    cors_origin: tuple[str, ...] = setting(
+    cors_origin: tuple[str, ...] = server(
         (),
         "Origins whose pages may call this server from a browser, `*` for any. Default: none.",
-        group=SERVER,
         check=checks.origins,
     )
-    max_queued_requests: int = setting(
+    max_queued_requests: int = server(
         2048,
         "Answers that may wait beyond max_running_requests; further requests get 429. 0: none may wait.",
-        group=SERVER,
         low=0,
     )
-    request_timeout: float | None = setting(
+    request_timeout: float | None = server(
         None,
         "Seconds from a request's tokenized prompt to its end. After that it is aborted and answered 504. Default: no "
         "limit.",
-        group=SERVER,
         low=0.001,
         high=1e9,
     )
-    max_body_bytes: int = setting(
-        16 * 2**20, "Largest request body, in bytes; a larger one gets 413.", group=SERVER, low=1
-    )
-    timeout_keep_alive: int = setting(
+    max_body_bytes: int = server(16 * 2**20, "Largest request body, in bytes; a larger one gets 413.", low=1)
+    timeout_keep_alive: int = server(
         120,
         "Seconds that a connection without a request stays open after an answer. Must be longer than a load balancer "
         "or a client keeps it for its next request, or that may meet a closed one.",
-        group=SERVER,
         low=1,
         high=10**9,
     )
-    drain_timeout: float = setting(
-        60.0,
-        "Seconds that running requests have to finish when the server is told to stop.",
-        group=SERVER,
-        low=0,
-        high=1e9,
+    drain_timeout: float = server(
+        60.0, "Seconds that running requests have to finish when the server is told to stop.", low=0, high=1e9
     )
-    watchdog_timeout: float | None = setting(
+    watchdog_timeout: float | None = server(
         None,
         "Seconds after which an engine that says nothing while it has requests is replaced, like one that died. After "
         "a tenth of them `/health` and new requests get 503. Raise it if a single launch takes so long. Default: 300 "
         "on a GPU, 3000 on a CPU.",
-        group=SERVER,
         low=1,
         high=1e9,
     )
-    engine_restarts: int = setting(
+    engine_restarts: int = server(
         3,
         "How often an engine that died is replaced within 10 minutes. After that the server exits with code 1; it "
         "also does so after the same number of engines in a row that died while they loaded. A first engine that "
         "never served is not replaced.",
-        group=SERVER,
         low=0,
     )
-    token_statistics: bool = setting(
+    token_statistics: bool = server(
         False,
         "Count generated tokens by id and show the counts at /token_statistics, for `python -m specserve.token_map`. "
         "The counts reveal something about what users' answers say.",
-        group=SERVER,
     )
-    requests_all_greedy: bool = setting(
-        False,
-        "Serve only greedy requests: temperature defaults to 0 and any other value is refused.",
-        group=SERVER,
+    requests_all_greedy: bool = server(
+        False, "Serve only greedy requests: temperature defaults to 0 and any other value is refused."
     )
 
-    device: str = setting(
+    device: str = engine(
         "auto",
         "Where the model runs. auto: cuda if there is a GPU, otherwise cpu.",
-        group=ENGINE,
         choices=("auto", "cuda", "cpu"),
     )
-    cpu_threads: int | None = setting(
+    cpu_threads: int | None = engine(
         None,
         "Threads of the engine on a CPU. Default: the number that makes a step fastest, measured at start, within the "
         "cores that process, container and OMP_NUM_THREADS allow; the server leaves one core to its front. Set it to "
         "get the same rounding at every start.",
-        group=ENGINE,
         low=1,
         check=checks.cores,
     )
-    attention_backend: str = setting(
+    attention_backend: str = engine(
         "auto",
         "Attention implementation. auto: triton on cuda (torch for float64 and for head sizes other than 32, 64, 128 "
         "and 256), torch on cpu.",
-        group=ENGINE,
         choices=("auto", "torch", "triton", "flashinfer"),
     )
-    kv_cache_dtype: str = setting(
+    kv_cache_dtype: str = engine(
         "auto",
         "Type of the KV cache, of model and draft. fp8_e4m3 (or fp8): float8_e4m3fn, rounded before anything reads it, "
         "with the checkpoint's scales or 1. It takes half the memory of 16 bits, so the pool holds twice the tokens. "
         "Texts differ from those with 16 bits, but not between drafts and none. A GPU needs compute capability 8.9 or "
         "higher. auto: the type of --dtype; the checkpoint's scales are not used. Any other type must be that of "
         "--dtype.",
-        group=ENGINE,
         choices=("auto", "bfloat16", "bf16", "float16", "float32", "float64", FP8_KV, "fp8"),
         refused={
             "fp8_e5m2": f"it has a mantissa bit less than {FP8_KV}, for a range that keys and values do not need; "
             f"use {FP8_KV}"
         },
     )
-    max_running_requests: int | None = setting(
-        None,
-        "Most requests in one batch. Default: 16 on cpu, 256 on cuda.",
-        group=ENGINE,
-        low=1,
-        high=MAX_SLOTS,
+    max_running_requests: int | None = engine(
+        None, "Most requests in one batch. Default: 16 on cpu, 256 on cuda.", low=1, high=MAX_SLOTS
     )
-    max_total_tokens: int | None = setting(
+    max_total_tokens: int | None = engine(
         None,
         "Tokens that the KV pool holds. Default: what mem_fraction_static allows, on cpu at most the larger of 65536 "
         "and 4 contexts.",
-        group=ENGINE,
         low=1,
     )
-    mem_fraction_static: float = setting(
+    mem_fraction_static: float = engine(
         0.85,
         "Share of the GPU's memory for weights and KV pool. On a CPU: of the memory that is free once the weights are "
         "loaded, within the container's limit, for the pool alone.",
-        group=ENGINE,
         aliases=("mem_fraction",),
         low=0.01,
         high=1,
     )
-    page_size: int = setting(
-        16, "Tokens in a page of the KV pool; a power of two.", group=ENGINE, check=power_of_two(1, 256)
+    page_size: int = engine(
+        16, "Tokens in a page of the KV pool; a power of two.", check=power_of_two(1, 256)
     )
-    chunked_prefill_size: int | None = setting(
+    chunked_prefill_size: int | None = engine(
         None,
         "Most prompt tokens computed in one iteration; -1 computes prompts whole. Default: 512 on cpu, 8192 on cuda.",
-        group=ENGINE,
         check=lambda value: None if value == -1 or value >= 1 else f"must be -1 or at least 1, found {value}",
     )
-    max_prefill_tokens_per_step: int | None = setting(
+    max_prefill_tokens_per_step: int | None = engine(
         None,
         "Most prompt tokens computed between two steps of other requests. Lower values make their tokens come more "
         "evenly, but reduce the total throughput. Default: --chunked-prefill-size.",
-        group=ENGINE,
         low=1,
     )
-    disable_radix_cache: bool = setting(
-        False, "Discard a prompt's KV cache when its request ends.", group=ENGINE, aliases=("disable_radix",)
+    disable_radix_cache: bool = engine(
+        False, "Discard a prompt's KV cache when its request ends.", aliases=("disable_radix",)
     )
-    overlap_schedule: str = setting(
+    overlap_schedule: str = engine(
         "auto",
         "Do the host's work for one step during the next. auto: on for cuda; off on cpu, where there is nothing to "
         "overlap with.",
-        group=ENGINE,
         choices=("auto", "on", "off"),
     )
-    disable_overlap_schedule: bool = setting(False, "The same as `--overlap-schedule off`.", group=ENGINE)
-    disable_cuda_graph: bool = setting(
-        False, "Run steps eagerly, with the same functions, instead of as CUDA graphs.", group=ENGINE
+    disable_overlap_schedule: bool = engine(False, "The same as `--overlap-schedule off`.")
+    disable_cuda_graph: bool = engine(
+        False, "Run steps eagerly, with the same functions, instead of as CUDA graphs."
     )
-    cuda_graph_max_bs: int | None = setting(
-        None, "Largest batch that gets a CUDA graph. Default: max_running_requests.", group=ENGINE, low=1
+    cuda_graph_max_bs: int | None = engine(
+        None, "Largest batch that gets a CUDA graph. Default: max_running_requests.", low=1
     )
-    enable_deterministic_inference: bool = setting(
+    enable_deterministic_inference: bool = engine(
         False,
         "Give a request the same bits whatever else is in its batch, with drafts and without. Always on in bfloat16 "
         "on a GPU with the attention backend triton; refused elsewhere.",
-        group=ENGINE,
     )
-    enable_torch_compile: bool = setting(
+    enable_torch_compile: bool = engine(
         False,
         "Accepted for SGLang's commands; has no effect, because steps run as CUDA graphs of fused kernels.",
-        group=ENGINE,
     )
-    torch_compile_max_bs: int | None = setting(
-        None, "Accepted; has no effect, like `--enable-torch-compile`.", group=ENGINE, low=1
+    torch_compile_max_bs: int | None = engine(
+        None, "Accepted; has no effect, like `--enable-torch-compile`.", low=1
     )
-    tensor_parallel_size: int = setting(
+    tensor_parallel_size: int = engine(
         1,
         "Must be 1: the model runs on one device in this version.",
-        group=ENGINE,
         aliases=("tp_size", "tp"),
         check=lambda value: None if value == 1 else f"must be 1 in this version (one device), found {value}",
     )
-    random_seed: int | None = setting(
+    random_seed: int | None = engine(
         None,
         "Seed from which requests without a `seed` get theirs. Default: a new one at each start; it is logged.",
-        group=ENGINE,
         low=0,
         high=2**63 - 1,
     )
 
-    speculative_algorithm: str = setting(
+    speculative_algorithm: str = speculation(
         NONE,
         "Drafting method; NONE is plain decoding.",
-        group=SPECULATION,
         choices=METHOD_NAMES,
         refused=dict.fromkeys(
             ("eagle2", "eagle-2", "eagle_2"), "EAGLE-2's drafts and trees are those of EAGLE; use EAGLE"
         ),
         aliases=("speculative_algo",),
     )
-    speculative_draft_model_path: str | None = setting(
+    speculative_draft_model_path: str | None = speculation(
         None,
         "Directory or hub id of the draft. Default: the draft in the model's own checkpoint, if it has one; for the "
         f"bundled model its own for {', '.join(_BUNDLED)}, alone or with a lookup.",
-        group=SPECULATION,
         aliases=("speculative_draft_model",),
     )
-    speculative_draft_model_revision: str | None = setting(
-        None,
-        "Branch, tag or commit of the draft's repository on the hub. Default: its main branch.",
-        group=SPECULATION,
+    speculative_draft_model_revision: str | None = speculation(
+        None, "Branch, tag or commit of the draft's repository on the hub. Default: its main branch."
     )
-    speculative_num_steps: int | None = setting(
-        None, "Draft levels. Give all three numbers of the shape or none.", group=SPECULATION, low=1, high=63
+    speculative_num_steps: int | None = speculation(
+        None, "Draft levels. Give all three numbers of the shape or none.", low=1, high=63
     )
-    speculative_eagle_topk: int | None = setting(
-        None, "Candidates of each draft node; 1 drafts a chain.", group=SPECULATION, low=1, high=64
+    speculative_eagle_topk: int | None = speculation(
+        None, "Candidates of each draft node; 1 drafts a chain.", low=1, high=64
     )
-    speculative_num_draft_tokens: int | None = setting(
+    speculative_num_draft_tokens: int | None = speculation(
         None,
         "Nodes that a step verifies for each request, the root included. Without the three numbers, the controller "
         "chooses each step's shape.",
-        group=SPECULATION,
         low=2,
         high=64,
     )
-    speculative_adaptive: bool | None = setting(
+    speculative_adaptive: bool | None = speculation(
         None,
         "Choose each step's shape, plain decoding included, by measured cost and acceptance. Default: true unless the "
         "three numbers are given. true with the three numbers is an error; false without them means (3, 1, 4).",
-        group=SPECULATION,
     )
-    speculative_token_map: str | None = setting(
+    speculative_token_map: str | None = speculation(
         None,
         "Tokens that the draft may guess (FR-Spec): a file of target token ids, `org/name/file` of the hub, or "
         "`dynamic`, which takes those of running requests and those generated recently. A file works with drafts that "
         "use the target's head. EAGLE3 refuses it, because its heads have a vocabulary of their own; `dynamic` "
         "chooses from that. Default: all tokens that the draft scores.",
-        group=SPECULATION,
     )
-    speculative_token_map_size: int | None = setting(
+    speculative_token_map_size: int | None = speculation(
         None,
         "Tokens in a dynamic map. Default: a quarter of those that the draft scores, but at least 1024 (or all).",
-        group=SPECULATION,
         low=1,
     )
-    speculative_token_map_interval: int | None = setting(
+    speculative_token_map_interval: int | None = speculation(
         None,
         "Steps between two checks whether a dynamic map should change; new requests also cause one. Default: 8.",
-        group=SPECULATION,
         low=1,
     )
-    speculative_token_map_start: str | None = setting(
+    speculative_token_map_start: str | None = speculation(
         None,
         "Map that a dynamic one starts from: a file or `org/name/file` of the hub, the most frequent tokens first. "
         "Default: the lowest ids.",
-        group=SPECULATION,
     )
-    speculative_suffix_cache_tokens: int | None = setting(
+    speculative_suffix_cache_tokens: int | None = speculation(
         None,
         "Tokens of earlier answers that SUFFIX keeps to propose from, at 24 bytes of host memory each; the oldest are "
         "dropped first. Answers to one API key are never proposed to another. `/flush_cache` clears them. 0: propose "
         "only from the request's own text. Default: 1048576.",
-        group=SPECULATION,
         low=0,
         high=2**30,
     )
-    speculative_datastore: str | None = setting(
+    speculative_datastore: str | None = speculation(
         None,
         "File of texts that REST proposes from, the same for all API keys: one that `python -m specserve.datastore` or "
         "REST's own tools wrote with this model's tokenizer, or `org/name/file` of the hub. The file is memory-mapped. "
         "To replace it, rename a new file over it; truncating it in place crashes the engine.",
-        group=SPECULATION,
     )
-    speculative_lookahead_window: int | None = setting(
+    speculative_lookahead_window: int | None = speculation(
         None,
         "Columns of LOOKAHEAD's window (W), the last token's included. (N - 1) * (W + G) is at most 64. Default: 7.",
-        group=SPECULATION,
         low=1,
         high=63,
     )
-    speculative_lookahead_ngram: int | None = setting(
+    speculative_lookahead_ngram: int | None = speculation(
         None,
         "Tokens of LOOKAHEAD's n-grams (N), the one they begin with included; the window has N - 1 generations. "
         "Default: 5.",
-        group=SPECULATION,
         low=2,
         high=33,
     )
-    speculative_lookahead_guesses: int | None = setting(
-        None,
-        "N-grams that LOOKAHEAD verifies for each request and step (G). Default: 7.",
-        group=SPECULATION,
-        low=1,
-        high=63,
+    speculative_lookahead_guesses: int | None = speculation(
+        None, "N-grams that LOOKAHEAD verifies for each request and step (G). Default: 7.", low=1, high=63
     )
-    speculative_draft_config_override: str | None = setting(
+    speculative_draft_config_override: str | None = speculation(
         None,
         "JSON object of fields that replace those of the draft's config.json, among them rope_theta, rope_scaling, "
         "eagle_aux_hidden_state_layer_ids (the layers whose input is read, whatever the file's convention), "
         "use_own_embedding, norm_before_residual, recycled_hidden and mtp_hidden (pre or post a norm). Each choice "
         "and its reason is logged at start.",
-        group=SPECULATION,
         check=checks.json_object,
     )
-    speculative_draft_quantization: str = setting(
+    speculative_draft_quantization: str = speculation(
         "auto",
         "Quantize the draft's weights to 8 bits, with a scale for each 128 inputs: int8, which is more exact and "
         "quantizes inputs too, or fp8 (float8_e4m3fn, on GPUs of compute capability 8.9 or more). none: as they are. "
@@ -460,18 +391,14 @@ class Settings:
         "and with int8 in float32 or below compute capability 8.0, that is up to 32 tokens, and inputs stay as they "
         "are. On a CPU and in float64 all weights are quantized and no memory is saved. This changes the drafts, "
         "never the text. auto: int8 on a GPU in 16 bits, otherwise none.",
-        group=SPECULATION,
         choices=("auto", "none", "int8", "fp8"),
     )
 
-    speculative_accept_threshold_single: float = setting(
-        1.0,
-        "Must be 1: a draft is accepted only if it is what the model chose.",
-        group=SPECULATION,
-        check=checks.lossless,
+    speculative_accept_threshold_single: float = speculation(
+        1.0, "Must be 1: a draft is accepted only if it is what the model chose.", check=checks.lossless
     )
-    speculative_accept_threshold_acc: float = setting(
-        1.0, "Must be 1, for the same reason.", group=SPECULATION, check=checks.lossless
+    speculative_accept_threshold_acc: float = speculation(
+        1.0, "Must be 1, for the same reason.", check=checks.lossless
     )
 
     def __post_init__(self) -> None:
@@ -494,16 +421,16 @@ class Settings:
         }
         return values | dict.fromkeys(secrets, "(set)")
 
-    def choose(self, name: str, value: Any, why: str, notes: list[str]) -> Settings:
+    def choose(self, name: str, value: Any, why: str, notes: Notes) -> Settings:
         """Return a copy with an automatic choice, and note it."""
-        notes.append(f"{name} = {value}: {why}")
+        notes[f"{name} = {value}: {why}"] = CHOSEN
         return replace(self, **{name: value})
 
-    def without(self, names: Iterable[str], why: str, notes: list[str]) -> Settings:
+    def without(self, names: Iterable[str], why: str, notes: Notes) -> Settings:
         """Return a copy in which ``names`` have their defaults, and note which of them had been given."""
         given = {n: SETTINGS[n].default for n in names if getattr(self, n) != SETTINGS[n].default}
         if given:
-            notes.append(Unused(f"{', '.join(SETTINGS[name].flag for name in given)} has no effect{why}"))
+            notes[f"{', '.join(SETTINGS[name].flag for name in given)} has no effect{why}"] = UNUSED
         return replace(self, **given)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from specserve.config.declare import Setting
+from specserve.config.notes import CHOSEN, Notes
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.values import convert, nearest
 
@@ -79,10 +80,11 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     return Settings(**values)
 
 
-def service_links(environ: Mapping[str, str] = os.environ) -> list[str]:
+def service_links(environ: Mapping[str, str] = os.environ) -> Notes:
     """Return a note on the variables that Kubernetes made for Services with names like ours, if it made any."""
     found = sorted(key for key, text in environ.items() if _is_link(key, text))
-    return [f"{', '.join(found)}: not read: Kubernetes makes such variables for a Service"] if found else []
+    note = f"{', '.join(found)}: not read: Kubernetes makes such variables for a Service"
+    return {note: CHOSEN} if found else {}
 
 
 _LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")

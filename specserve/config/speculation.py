@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specserve.config.notes import Unused
+from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
 from specserve.methods import MOST_COPIED, Lookahead, Method, names_like
 
@@ -30,7 +30,7 @@ ANSWER_TOKENS = 2**20
 _OF_DYNAMIC = ("speculative_token_map_size", "speculative_token_map_interval", "speculative_token_map_start")
 
 
-def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
+def resolve_speculation(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     """Return a copy with the shape set, or unset for plain decoding and the controller. Raises ValueError naming the
     flag."""
     given = [name for name in SHAPE if getattr(settings, name) is not None]
@@ -52,9 +52,10 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     if always and (sizes := lookahead_of(settings)) is not None:
         return _one_shape(settings, sizes)
     if settings.speculative_adaptive is False and not given:
-        notes.append(
+        note = (
             f"speculation of {DEFAULT} (steps, topk, tokens): --speculative-adaptive is false, no shape given"
         )
+        notes[note] = CHOSEN
         return replace(settings, **_shape(*DEFAULT))
     if settings.speculative_adaptive or not given:
         return _adaptive(settings, given, notes)
@@ -66,7 +67,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     return _fit(settings, notes)
 
 
-def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
+def resolve_token_map(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     """Check the settings of the token map. Raises ValueError for a method that can't use one, and for settings of a
     dynamic map without one.
 
@@ -99,7 +100,7 @@ def _map_refused(settings: Settings, method: Method, takes: Callable[[Method], b
     )
 
 
-def _recall(settings: Settings, method: Method, notes: list[str]) -> Settings:
+def _recall(settings: Settings, method: Method, notes: Notes) -> Settings:
     """Choose how many tokens of earlier answers are kept."""
     name = "speculative_suffix_cache_tokens"
     if not method.recalls:
@@ -111,7 +112,7 @@ def _recall(settings: Settings, method: Method, notes: list[str]) -> Settings:
     return settings.choose(name, ANSWER_TOKENS, "none was given", notes)
 
 
-def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings:
+def _datastore(settings: Settings, method: Method, notes: Notes) -> Settings:
     """Check that a method which reads a datastore has one."""
     name, algorithm = "speculative_datastore", settings.speculative_algorithm
     if not method.reads_datastore:
@@ -124,7 +125,7 @@ def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings
     return settings
 
 
-def _lookahead(settings: Settings, method: Method, notes: list[str]) -> Settings:
+def _lookahead(settings: Settings, method: Method, notes: Notes) -> Settings:
     """Choose the sizes of lookahead decoding. Raises ValueError for more nodes than a tree has."""
     if not method.looks_ahead:
         return settings.without(LOOKAHEAD, f": {settings.speculative_algorithm} has no window", notes)
@@ -152,7 +153,7 @@ def _one_shape(settings: Settings, sizes: Lookahead) -> Settings:
     return replace(settings, **_shape(*sizes.shape))
 
 
-def _draft_quantization(settings: Settings, notes: list[str]) -> Settings:
+def _draft_quantization(settings: Settings, notes: Notes) -> Settings:
     """Quantize the draft to 8 bits if that saves bytes and the faster steps outweigh the worse guesses."""
     if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
         return replace(settings, speculative_draft_quantization="none")
@@ -178,7 +179,7 @@ def pool_size(steps: int, topk: int) -> int:
 
 
 def _fixed(
-    settings: Settings, method: Method, shape: tuple[int, int, int], given: list[str], notes: list[str]
+    settings: Settings, method: Method, shape: tuple[int, int, int], given: list[str], notes: Notes
 ) -> Settings:
     """Use the shape that the method's name implies."""
     algorithm, heads = settings.speculative_algorithm, set(method.heads)
@@ -196,22 +197,22 @@ def _fixed(
                 f"for other shapes use {others}"
             )
     if len(given) < len(SHAPE):
-        notes.append(f"speculation of {shape} (steps, topk, tokens): the algorithm is {algorithm}")
+        notes[f"speculation of {shape} (steps, topk, tokens): the algorithm is {algorithm}"] = CHOSEN
     return replace(settings, **_shape(*shape))
 
 
-def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
+def _adaptive(settings: Settings, given: list[str], notes: Notes) -> Settings:
     """Let the controller choose the shape of each step."""
     if given:
         raise ValueError(
             f"--speculative-adaptive chooses the shape of each step; {_flag(given[0])} fixes it: give only one of them"
         )
     if not settings.speculative_adaptive:
-        notes.append(f"speculative_adaptive = true: none of {', '.join(map(_flag, SHAPE))} was given")
+        notes[f"speculative_adaptive = true: none of {', '.join(map(_flag, SHAPE))} was given"] = CHOSEN
     return replace(settings, speculative_adaptive=True)
 
 
-def _plain(settings: Settings, notes: list[str]) -> Settings:
+def _plain(settings: Settings, notes: Notes) -> Settings:
     idle = {"speculative_adaptive": False, "speculative_draft_quantization": "none"}
     rest = [name for name, declared in SETTINGS.items() if declared.group == SPECULATION]
     unused = [name for name in rest[1:] if getattr(settings, name) != idle.get(name)]
@@ -219,13 +220,13 @@ def _plain(settings: Settings, notes: list[str]) -> Settings:
     return replace(settings, speculative_adaptive=False, speculative_draft_quantization="none")
 
 
-def _fit(settings: Settings, notes: list[str]) -> Settings:
+def _fit(settings: Settings, notes: Notes) -> Settings:
     steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
     copies = "none" if settings.method is None else settings.method.copies
     if topk == 1 and tokens != steps + 1 and copies != "some":
         why = f"topk 1 verifies the whole chain of {steps} drafts and its root; {tokens} was given"
         tokens = steps + 1
-        notes.append(Unused(f"speculative_num_draft_tokens = {tokens}: {why}"))
+        notes[f"speculative_num_draft_tokens = {tokens}: {why}"] = UNUSED
         settings = replace(settings, speculative_num_draft_tokens=tokens)
     pool = steps * topk if copies == "all" else pool_size(steps, topk)
     if copies == "some":

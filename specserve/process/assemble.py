@@ -15,7 +15,7 @@ from specserve.attention import ATTENTION, AttentionBackend
 from specserve.attention.torch import LANES
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
-from specserve.config.notes import log_notes
+from specserve.config.notes import CHOSEN, Notes, log_notes
 from specserve.config.sampling import resolve_sampling
 from specserve.config.settings import FP8_KV
 from specserve.core import Capacity, prediction_limit
@@ -78,7 +78,7 @@ FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 convers
 
 def resolve_engine(
     given: Settings, with_front: bool = False, has_gpu: bool | None = None
-) -> tuple[Settings, list[str], EngineConfig]:
+) -> tuple[Settings, Notes, EngineConfig]:
     """Make every automatic choice and log the reasons. Return the settings, the reasons, and the engine's
     configuration.
 
@@ -93,7 +93,7 @@ def resolve_engine(
     except ValueError as error:
         raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
-    notes += [*more, *model.notes]
+    notes |= more | dict.fromkeys(model.notes, CHOSEN)
     defaults = resolve_sampling(settings, notes)
     if settings.quantization != "none":
         model = model.with_weights(RoundedWeights(settings.quantization))
@@ -106,7 +106,7 @@ def resolve_engine(
             if settings.dtype == "float32":
                 others = "weights of others dequantized while loading"
             how = f"inputs of FP8 projections are rounded to FP8, {others}"
-        notes.append(f"weights: {words}; {how}")
+        notes[f"weights: {words}; {how}"] = CHOSEN
     log_notes(log, notes)
     # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).
     cores = max(1, usable_cores() - with_front)

@@ -110,7 +110,7 @@ def build_scheduler(settings: Settings) -> Built:
     from specserve.process.assemble import resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
-    return Built(load_engine(config), resolved, notes)
+    return Built(load_engine(config), resolved, [*notes])
 
 
 def load_engine(config: EngineConfig) -> Scheduler:
@@ -200,7 +200,7 @@ def ready_info(built: Built) -> dict[str, Any]:
     return {
         **built.engine.info,
         "settings": {name: getattr(built.settings, name) for name in built.settings.public()},
-        "notes": [str(note) for note in built.notes],  # msgspec encodes no subclasses of str
+        "notes": built.notes,
     }
 
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from specserve.config import Settings, resolve_paths
+from specserve.config import Settings
 from specserve.logs import adopt_loggers
 from specserve.messages import Broken
 from specserve.process.supervisor import Supervisor
@@ -32,7 +32,8 @@ STALLED = 60.0  # seconds after which a client that reads nothing of its pending
 
 
 def run_server(settings: Settings, build: Build) -> int:
-    """Serve until a signal. Return the exit code. Raises ValueError for a user's mistake."""
+    """Serve with settings that have local paths until a signal. Return the exit code. Raises ValueError for a user's
+    mistake."""
     with contextlib.closing(listen(settings)) as listener:
         try:
             supervisor = Supervisor(settings, build)
@@ -83,7 +84,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     from specserve.server.front import Front
 
     allow_files()
-    front = Front(resolve_paths(settings)[0], supervisor.client)
+    front = Front(settings, supervisor.client)
     server = server_class(uvicorn.Server)(
         uvicorn.Config(
             create_app(front),

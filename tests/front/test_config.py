@@ -23,7 +23,7 @@ from specserve.config import (
     service_links,
 )
 from specserve.config import paths as config_paths
-from specserve.config.notes import log_notes
+from specserve.config.notes import Notes, log_notes
 from specserve.config.sampling import resolve_sampling
 from specserve.config.speculation import pool_size, resolve_speculation
 from specserve.methods import JOIN
@@ -102,7 +102,7 @@ def test_variables_of_kubernetes_are_no_settings() -> None:
     assert load_settings(["--port", "5"], {**LINKS, "SPECSERVE_PAGE_SIZE": "64"}).port == 5
     (note,) = service_links({**LINKS, "SPECSERVE_PAGE_SIZE": "64", "HOME": "x"})
     assert note == f"{', '.join(sorted(LINKS))}: not read: Kubernetes makes such variables for a Service"
-    assert service_links({"SPECSERVE_PORT": "30000"}) == []
+    assert service_links({"SPECSERVE_PORT": "30000"}) == {}
     for name, text in (
         ("SPECSERVE_PORT", "http://x"),
         ("SPECSERVE_CHAT_PORT", "80"),
@@ -273,7 +273,7 @@ def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch)
     assert found.random_seed is not None
     for name in ("device", "dtype", "context_length", "random_seed"):
         assert any(note.startswith(f"{name} = {getattr(found, name)}: ") for note in notes), name
-    assert resolve(found, LLAMA) == (found, []), "resolving twice changes nothing"
+    assert resolve(found, LLAMA) == (found, {}), "resolving twice changes nothing"
 
 
 def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ def test_what_has_no_effect_is_a_warning(
     local, notes = resolve_paths(found)
     _, more = resolve(local, LLAMA, has_gpu=False)
     with caplog.at_level(logging.INFO, "specserve"):
-        log_notes(logging.getLogger("specserve"), [*notes, *more])
+        log_notes(logging.getLogger("specserve"), notes | more)
     (warning,) = [record for record in caplog.records if record.levelno > logging.INFO]
     assert warning.levelno == logging.WARNING
     assert warning.getMessage().startswith(f"{flags} has no effect: ")
@@ -426,7 +426,7 @@ def test_sampling_values_of_a_checkpoint(
     fields: dict[str, Any], settings: dict[str, Any], expected: dict[str, float], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
-    notes: list[str] = []
+    notes: Notes = {}
     assert resolve_sampling(make_settings(model_path=str(tmp_path), **settings), notes) == expected
     said = "\n".join(notes)
     assert words in said
@@ -435,9 +435,9 @@ def test_sampling_values_of_a_checkpoint(
 
 
 def test_a_checkpoint_without_sampling_values(tmp_path: Path) -> None:
-    notes: list[str] = []
+    notes: Notes = {}
     assert resolve_sampling(make_settings(model_path=str(tmp_path)), notes) == {}
-    assert notes == []
+    assert notes == {}
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_flags_without_effect_are_noted(model: str) -> None:
     ):  # fmt: skip
         assert any(flag in note and "has no effect" in note for note in notes), flag
     assert found.speculative_num_steps is None
-    assert resolve(found, LLAMA) == (found, [])
+    assert resolve(found, LLAMA) == (found, {})
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_drafts_are_read_in_8_bits_where_that_saves_bytes(
     model: str, device: str, dtype: str, given: str, expected: str
 ) -> None:
     settings = speculative(model, device=device, dtype=dtype, speculative_draft_quantization=given)
-    notes: list[str] = []
+    notes: Notes = {}
     assert resolve_speculation(settings, LLAMA, notes).speculative_draft_quantization == expected
     assert any("speculative_draft_quantization = int8" in note for note in notes) == (expected == "int8")
     plain = Settings(model_path=model, device=device, dtype=dtype)
@@ -601,7 +601,7 @@ def test_bundled_model_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (found.model_path, found.speculative_draft_model_path) == (str(chat), str(draft))
     assert found.served_model_name == ("specserve-chat",)
     assert len(notes) == 2
-    assert resolve_paths(found) == (found, [])
+    assert resolve_paths(found) == (found, {})
     named, _ = resolve_paths(Settings(model_path=str(chat), served_model_name=("x",)))
     assert named.served_model_name == ("x",)
 
