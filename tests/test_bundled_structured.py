@@ -187,7 +187,7 @@ def test_held_out_parts_of_tools(training: list[Dialogue], held_out: list[Dialog
     assert sum(map(is_held_out, other)) > 0.8 * len(other)
     questions = [question for item in training for question, _ in rounds(item)]
     phrasings = [text for tool in (*known_tools(False), *known_tools(True)) for text in tool.heldout]
-    assert found_in([*phrasings, *tools.FRAMES_HELD_OUT, *tools.TWICE_HELD_OUT], questions) == []
+    assert found_in([*phrasings, *tools.P.frames[1], *tools.P.twice[1]], questions) == []
     assert found_in(["set a timer for {minutes}", "can you {x}?"], questions)
     offers = "".join(json.dumps(item["tools"]) for item in training)
     for tool in known_tools(True):
@@ -225,12 +225,12 @@ def test_held_out_parts_of_json(cases: list[json_answers.Case]) -> None:
     assert len(leaves) > CASES // 2
     assert not any(map(is_held_out, leaves))
     templates = [
-        *(*json_answers.RECORD_HELD_OUT, *json_answers.LISTING_HELD_OUT, *json_answers.BY_SCHEMA_HELD_OUT),
-        *(*json_answers.EXTRACT_HELD_OUT, *json_answers.LINES_HELD_OUT),
+        *(*json_answers.P.record[1], *json_answers.P.listing[1], *json_answers.P.by_schema[1]),
+        *(*json_answers.P.extract[1], *json_answers.P.lines[1]),
         *(text for story in json_answers.STORIES for text in story.heldout),
     ]
     assert found_in(templates, [f"{case.system}\n{case.question}" for case in cases]) == []
-    assert found_in([json_answers.LINES[0]], [case.question for case in cases])
+    assert found_in([json_answers.P.lines[0][0]], [case.question for case in cases])
 
 
 def test_processes_make_the_same_dialogues() -> None:

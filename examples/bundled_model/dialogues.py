@@ -142,12 +142,7 @@ def chunk(index: int, seed: int, count: int, heldout: bool, shares: Shares) -> l
 
 
 def dialogues(
-    count: int,
-    seed: int = 0,
-    *,
-    heldout: bool = False,
-    shares: Shares = Shares(),
-    processes: int = 1,
+    count: int, seed: int = 0, *, heldout: bool = False, shares: Shares = Shares(), processes: int = 1
 ) -> Iterator[Dialogue]:
     """`count` dialogues in order, which the number of processes does not change."""
     make = partial(chunk, seed=seed, count=count, heldout=heldout, shares=shares)

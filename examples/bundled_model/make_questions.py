@@ -107,8 +107,8 @@ def arithmetics(sampler: Sampler) -> Iterator[Question]:
             if sign == "*":
                 item = arithmetic.Sum(sampler.rng.randint(3, 9), sign, sampler.rng.randint(3, 9))
             held_out = arithmetic.is_held_out(item.a, sign, item.b)
-            phrasing = phrasings[index % 3] if held_out else sampler.pick(arithmetic.ANY_HELD_OUT)
-            text = phrasing.format(a=item.a, b=item.b, sign=sign, word=arithmetic.SIGNS[sign])
+            phrasing = phrasings[index % 3] if held_out else sampler.pick(arithmetic.P.any[1])
+            text = phrasing.format(a=item.a, b=item.b, sign=sign, word=arithmetic.P.signs[sign])
             yield {"question": text, "kind": "arithmetic", "accept": [number(item.result)]}
 
 
@@ -131,10 +131,10 @@ def lists_and_rewrites(sampler: Sampler) -> Iterator[Question]:
     """Lists that are checked against the tables, and rewriting tasks."""
     for count in CAPITAL_LISTS:
         fields = {"n": str(count), "what": "countries and their capitals"}
-        text = sampler.phrase((), lists.NUMBERED_HELD_OUT, fields)
+        text = sampler.phrase((), lists.P.numbered[1], fields)
         yield {"question": text, "kind": "capital_list", "count": count, "accept": []}
     for category, count in NAME_LISTS:
-        text = sampler.phrase((), lists.NUMBERED_HELD_OUT, {"n": str(count), "what": category})
+        text = sampler.phrase((), lists.P.numbered[1], {"n": str(count), "what": category})
         yield {"question": text, "kind": "name_list", "count": count, "category": category, "accept": []}
     text = "Can you name the planets of the Solar System?"
     yield {"question": text, "kind": "ordered_list", "accept": [PLANETS]}

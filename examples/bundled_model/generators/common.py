@@ -1,11 +1,16 @@
 """What all generators share: turns, training and held-out phrasings, noise, and kinds of facts."""
 
+import json
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+FOLDER = Path(__file__).parent.parent / "phrasings"
 Message = dict[str, Any]
 Row = Mapping[str, str]
+Phrasing = tuple[Sequence[str], Sequence[str]]
+"""Those of training and those that are held out."""
 T = TypeVar("T")
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -99,8 +104,8 @@ class Kind(NamedTuple):
     """
 
     name: str
-    train: tuple[str, ...]
-    heldout: tuple[str, ...]
+    train: Sequence[str]
+    heldout: Sequence[str]
     answer: str
     key: str
     rows: tuple[Row, ...]
@@ -117,3 +122,29 @@ class Kind(NamedTuple):
     def short(self, row: Row) -> str:
         """The answer in as few words as possible."""
         return capitalized(row[self.key]) + "."
+
+
+class Phrasings:
+    """The entries of a file of phrasings as attributes."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.__dict__.update(entries)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__dict__[name]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no phrasings named {name}")
+
+    def kind(self, name: str, rows: Sequence[Row]) -> Kind:
+        """The kind of fact of that name, about these rows."""
+        return Kind(name, **self[name], rows=tuple(rows))
+
+
+def phrasings(name: str) -> Phrasings:
+    """Read `phrasings/NAME.json`. An object of `train` and `heldout` alone becomes a `Phrasing`."""
+
+    def pair(entry: dict[str, Any]) -> Any:
+        return (entry["train"], entry["heldout"]) if entry.keys() == {"train", "heldout"} else entry
+
+    return Phrasings(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"), object_hook=pair))

@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..facts import ANIMALS, COUNTRIES, ELEMENTS, PLANETS
-from .common import Kind, Sampler, capitalized, join
+from .common import Kind, Sampler, capitalized, join, phrasings
 from .countries import CAPITAL, CONTINENT, CURRENCY
 from .lists import number
 from .nature import GROUP, NUMBER, STATE, SYMBOL
 from .values import Schema, draw, invented, object_schema, schema
+
+P = phrasings("json_answers")
 
 Record = dict[str, Any]
 
@@ -83,70 +85,6 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("compact JSON", {"separators": (",", ":")}),
     ("indented JSON", {"indent": 2}),
 )
-RECORD = (
-    "Give me the {keys} of {x} as {json}.",
-    "What are the {keys} of {x}? Answer as {json}.",
-    "Describe {x} as {json} with the keys {keys}.",
-    "Write {x} as {json}. Use the keys {keys}.",
-    "{x} as {json} with {keys}.",
-    "Tell me about {x}. Answer as {json} with the keys {keys}.",
-    "Make a JSON object with the keys {keys} for {x}, written as {json}.",
-    "For {x}, give {keys} in {json}.",
-    "{x}: {keys} in {json}, please.",
-    "Put the {keys} of {x} into {json}.",
-    "Show me {x} in {json} with {keys}.",
-)
-RECORD_HELD_OUT = (
-    "Answer as {json} with the keys {keys}: {x}.",
-    "I need {json} for {x}, with the keys {keys}.",
-)
-LISTING = (
-    "List {n} {what} with {keys} as {json}.",
-    "Give me {n} {what} as {json}, each with {keys}.",
-    "Write a {json} list of {n} {what} with the keys {keys}.",
-    "Name {n} {what}. Answer as {json} with the keys {keys}.",
-    "Make {json} of {n} {what}: a list of objects with {keys}.",
-    "Show {n} {what} as a {json} array with the keys {keys}.",
-    "Collect {n} {what} in {json}, with {keys} for each.",
-    "In {json}, list {n} {what} with their {keys}.",
-)
-LISTING_HELD_OUT = (
-    "Write {n} {what} as {json}, a list of objects with the keys {keys}.",
-    "I need {json}: {n} {what}, each with the keys {keys}.",
-)
-BY_SCHEMA = (
-    "Answer in {json} that is valid under this schema: {schema}",
-    "Answer only with {json} of this schema: {schema}",
-    "Your answers are {json} after this JSON schema: {schema}",
-    "Reply in {json}. The schema is {schema}",
-    "Use this JSON schema for the answer and write {json}: {schema}",
-)
-BY_SCHEMA_HELD_OUT = (
-    "Write your answer as {json} that follows this JSON schema: {schema}",
-    "Each answer must be {json} and match the schema {schema}",
-)
-EXTRACT = (
-    "Extract the {keys} from this text as {json}: {text}",
-    "Read the text and give me the {keys} as {json}. {text}",
-    "Turn this text into {json} with the keys {keys}: {text}",
-    "{text} Write that as {json} with the keys {keys}.",
-    "{text} Give me {keys} as {json}.",
-    "Write the following as {json} with {keys}: {text}",
-    "Which {keys} does this text have? Answer as {json}. {text}",
-    "Here is a text: {text} Put its {keys} into {json}.",
-    "{text} What are {keys}? Answer with {json}.",
-)
-EXTRACT_HELD_OUT = (
-    "Find the {keys} in the text and answer as {json}. {text}",
-    "From this text I need {json} with the keys {keys}: {text}",
-)
-LINES = (
-    "Write this as {json}:\n{text}",
-    "Convert these lines to {json}:\n{text}",
-    "Make {json} of this:\n{text}",
-    "Turn the following lines into {json}:\n{text}",
-)
-LINES_HELD_OUT = ("Put these lines into {json}:\n{text}", "I want this as {json}:\n{text}")
 _FACTS = (CAPITAL, CONTINENT, CURRENCY, SYMBOL, NUMBER, STATE, GROUP)
 
 
@@ -154,124 +92,11 @@ class Story(NamedTuple):
     """A short text with the kinds of its fields; `heldout` are texts that training lacks."""
 
     kinds: dict[str, str]
-    train: tuple[str, ...]
-    heldout: tuple[str, ...]
+    train: Sequence[str]
+    heldout: Sequence[str]
 
 
-STORIES = (
-    Story(
-        {"name": "person", "age": "int 18 90", "city": "place"},
-        (
-            "{name} is {age} years old and lives in {city}.",
-            "{name} from {city} is {age} years old.",
-            "In {city} lives {name}, who is {age}.",
-        ),
-        ("At the age of {age}, {name} moved to {city}.",),
-    ),
-    Story(
-        {"customer": "person", "product": "product", "count": "int 2 40", "price": "number 1 200"},
-        (
-            "{customer} ordered {count} of the {product} for {price} euros each.",
-            "We sold the {product} to {customer}: {count} pieces at {price} euros.",
-            "An order of {count} pieces came from {customer}. It is the {product} for {price} euros.",
-        ),
-        ("For {price} euros a piece {customer} bought the {product}, {count} in all.",),
-    ),
-    Story(
-        {"event": "event", "date": "date", "time": "time", "place": "place"},
-        (
-            "The {event} is on {date} at {time} in {place}.",
-            "On {date} we have the {event} in {place}. It begins at {time}.",
-            "{place} is where the {event} takes place on {date}, at {time}.",
-        ),
-        ("At {time} on {date} the {event} begins in {place}.",),
-    ),
-    Story(
-        {
-            "start": "place",
-            "end": "place",
-            "minutes": "minutes",
-            "direct": "bool without a change/with a change",
-        },
-        (
-            "The train from {start} to {end} takes {minutes}, {direct}.",
-            "From {start} one gets to {end} in {minutes} {direct}.",
-        ),
-        ("To get to {end} from {start} {direct} takes {minutes}.",),
-    ),
-    Story(
-        {"name": "person", "email": "email", "phone": "phone"},
-        (
-            "You can reach {name} at {email} or by phone: {phone}.",
-            "{name} has the number {phone} and the address {email}.",
-            "Write to {email} or call {phone} and ask for {name}.",
-        ),
-        ("The phone number of {name} is {phone}, the email is {email}.",),
-    ),
-    Story(
-        {"title": "title", "author": "person", "year": "int 1900 2024", "pages": "int 60 900"},
-        (
-            '"{title}" by {author} has {pages} pages and came out in {year}.',
-            'In {year} {author} wrote "{title}". The book has {pages} pages.',
-        ),
-        ('{author} published "{title}" in {year}, a book of {pages} pages.',),
-    ),
-    Story(
-        {"host": "host", "state": "enum running/stopped/slow", "load": "number 0.1 9"},
-        (
-            "The server {host} is {state} with a load of {load}.",
-            "{host} has a load of {load} and is {state}.",
-        ),
-        ("With a load of {load} the machine {host} is {state}.",),
-    ),
-    Story(
-        {"buyer": "person", "items": "list item", "total": "number 3 300"},
-        ("{buyer} bought {items} for {total} euros.", "For {total} euros {buyer} got {items}."),
-        ("The bill of {buyer} for {items} was {total} euros.",),
-    ),
-    Story(
-        {"guest": "person", "address": "address", "nights": "int 2 14"},
-        (
-            "{guest}, who lives at {address}, stays for {nights} nights.",
-            "For {nights} nights we have {guest} here. The address is {address}.",
-        ),
-        ("{guest} of {address} has booked {nights} nights.",),
-    ),
-    Story(
-        {"ticket": "code", "owner": "person", "urgent": "bool urgent/not urgent", "labels": "list word"},
-        (
-            "Ticket {ticket} of {owner} is {urgent} and has the labels {labels}.",
-            "{owner} has the ticket {ticket} with the labels {labels}, which is {urgent}.",
-        ),
-        ("The labels {labels} are on ticket {ticket}, which is {urgent} and belongs to {owner}.",),
-    ),
-)
-
-MADE_KINDS = (
-    *(
-        "word",
-        "code",
-        "person",
-        "place",
-        "title",
-        "file",
-        "email",
-        "phone",
-        "date",
-        "time",
-        "message",
-        "street",
-    ),
-    *(
-        "int 1 9",
-        "int 10 9999",
-        "int 1000 999999",
-        "number 0.1 9",
-        "number 1 9999",
-        "list word",
-        "list person",
-    ),
-)
+STORIES = tuple(Story(**each) for each in P.stories)
 
 
 def fields_of(sampler: Sampler) -> tuple[dict[str, Any], str]:
@@ -310,7 +135,7 @@ def record(sampler: Sampler) -> Case:
     value = _some(sampler, table, row)
     how, form = fields_of(sampler)
     fields = {"x": row[table.subject], "keys": _keys(sampler, list(value)), "json": form}
-    question = sampler.phrase(RECORD, RECORD_HELD_OUT, fields, exact=True)
+    question = sampler.phrase(*P.record, fields, exact=True)
     return Case("", question, write(value, how), schema_of(value), value)
 
 
@@ -328,7 +153,7 @@ def listing(sampler: Sampler) -> Case:
         "keys": _keys(sampler, keys),
         "json": form,
     }
-    question = sampler.phrase(LISTING, LISTING_HELD_OUT, fields, exact=True)
+    question = sampler.phrase(*P.listing, fields, exact=True)
     return Case("", question, write(value, how), schema_of(value), value, rows)
 
 
@@ -337,7 +162,7 @@ def by_schema(sampler: Sampler, case: Callable[[Sampler], Case]) -> Case:
     how, form = fields_of(sampler)
     found = case(sampler)
     fields = {"schema": json.dumps(found.schema, ensure_ascii=False), "json": form}
-    demand = sampler.phrase(BY_SCHEMA, BY_SCHEMA_HELD_OUT, fields, exact=True)
+    demand = sampler.phrase(*P.by_schema, fields, exact=True)
     answer = write(found.value, how)
     if sampler.chance(0.6):
         return found._replace(system=demand, answer=answer)
@@ -358,8 +183,7 @@ def one_record(sampler: Sampler) -> Case:
     table = sampler.pick(TABLES)
     row = sampler.pick(table.rows)
     value = _some(sampler, table, row)
-    train = ("{x}", "Tell me about {x}.", "What do you know about {x}?", "Describe {x}.")
-    question = sampler.phrase(train, ("Give me facts about {x}.",), {"x": row[table.subject]}, exact=True)
+    question = sampler.phrase(*P.one_record, {"x": row[table.subject]}, exact=True)
     if sampler.chance(0.25):
         value = {"facts": value}
     return Case("", question, "", schema_of(value), value)
@@ -374,7 +198,7 @@ def _story(sampler: Sampler) -> Story:
         ("{key} = {{{key}}}", "{key}: {{{key}}}", "the {key} is {{{key}}}", "{key} {{{key}}}")
     )
     text = sampler.pick((", ", "; ", " and ")).join(form.format(key=key) for key in keys) + "."
-    return Story({key: sampler.pick(MADE_KINDS) for key in keys}, (text,), ())
+    return Story({key: sampler.pick(P.made_kinds) for key in keys}, (text,), ())
 
 
 def told(sampler: Sampler, story: Story) -> tuple[str, Record, Schema]:
@@ -395,7 +219,7 @@ def extraction(sampler: Sampler) -> Case:
     text, value, form = told(sampler, story)
     how, name = fields_of(sampler)
     fields = {"text": text, "keys": _keys(sampler, list(value)), "json": name}
-    question = sampler.phrase(EXTRACT, EXTRACT_HELD_OUT, fields, exact=True)
+    question = sampler.phrase(*P.extract, fields, exact=True)
     return Case("", question, write(value, how), form, value)
 
 
@@ -421,7 +245,7 @@ def lines(sampler: Sampler) -> Case:
     found = {key: draw(sampler, kind).json for key, kind in flat.items()}
     how, name = fields_of(sampler)
     fields = {"text": "\n".join(f"{key}: {value}" for key, value in found.items()), "json": name}
-    question = sampler.phrase(LINES, LINES_HELD_OUT, fields, exact=True)
+    question = sampler.phrase(*P.lines, fields, exact=True)
     form = object_schema({key: schema(kind) for key, kind in flat.items()}, list(flat))
     return Case("", question, write(found, how), form, found)
 

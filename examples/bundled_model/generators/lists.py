@@ -15,7 +15,9 @@ from ..facts import (
     PYTHON_FACTS,
     rows,
 )
-from .common import NUMBER_WORDS, Sampler, Turn, capitalized, join
+from .common import NUMBER_WORDS, Phrasing, Sampler, Turn, capitalized, join, phrasings
+
+P = phrasings("lists")
 
 Item = tuple[str, str]
 
@@ -34,8 +36,6 @@ def bare(name: str) -> str:
 
 
 CAPITALS = {bare(country.name): country.capital for country in COUNTRIES}
-_CONTINENTS = ("Europe", "Asia", "Africa", "North America", "South America")
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 PAIRS = (
     *[Pairs("countries and their capitals", tuple(CAPITALS.items()))] * 4,
     *(
@@ -43,7 +43,7 @@ PAIRS = (
             f"countries in {continent} and their capitals",
             tuple((bare(c.name), c.capital) for c in COUNTRIES if c.continent == continent),
         )
-        for continent in _CONTINENTS
+        for continent in P.continents
     ),
     Pairs(
         "countries and their currencies",
@@ -73,7 +73,7 @@ PAIRS = (
 NAMES: dict[str, tuple[str, ...]] = {
     **CATEGORIES,
     "countries": tuple(bare(c.name) for c in COUNTRIES),
-    **{f"countries in {k}": tuple(bare(c.name) for c in COUNTRIES if c.continent == k) for k in _CONTINENTS},
+    **{f"countries in {k}": tuple(bare(c.name) for c in COUNTRIES if c.continent == k) for k in P.continents},
     "capitals": tuple(c.capital for c in COUNTRIES),
     "capital cities in Europe": tuple(c.capital for c in COUNTRIES if c.continent == "Europe"),
     "animals": tuple(a.name for a in ANIMALS),
@@ -95,38 +95,6 @@ ORDERED = {
     "elements of the periodic table": tuple(e.name for e in ELEMENTS[:8]),
     "letters of the alphabet": tuple("ABCDEFGHIJ"),
 }
-NUMBERED = (
-    "List {n} {what}.",
-    "Give me a list of {n} {what}.",
-    "Give me {n} {what}.",
-    "Make a list of {n} {what}.",
-    "Write a list of {n} {what}.",
-    "Write down {n} {what}.",
-    "Can you list {n} {what}?",
-)
-NUMBERED_HELD_OUT = (
-    "Write me a list of {n} {what}.",
-    "Can you give me a list of {n} {what}?",
-    "Could you list {n} {what}?",
-)
-BULLETED = (
-    "List {n} {what} as bullet points.",
-    "Give me {n} {what} as bullet points.",
-    "Make a bulleted list of {n} {what}.",
-    "Write a bulleted list of {n} {what}.",
-    "Bullet list of {n} {what}, please.",
-    "Give me a bulleted list of {n} {what}.",
-)
-BULLETED_HELD_OUT = ("Write {n} {what} as bullet points.", "I need a bulleted list of {n} {what}.")
-SENTENCE = (
-    "Name {n} {what}.",
-    "Tell me {n} {what}.",
-    "Can you name {n} {what}?",
-    "Please name {n} {what}.",
-    "Could you name {n} {what}?",
-    "Do you know {n} {what}?",
-)
-SENTENCE_HELD_OUT = ("Can you tell me {n} {what}?", "I want you to name {n} {what}.")
 
 
 def number(sampler: Sampler, n: int) -> str:
@@ -149,12 +117,10 @@ def sentence(items: Sequence[str]) -> str:
     return capitalized(join(items)) + "."
 
 
-Formatter = Callable[[Sequence[str]], str]
-FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...], Formatter], ...] = (
-    (NUMBERED, NUMBERED_HELD_OUT, numbered),
-    (NUMBERED, NUMBERED_HELD_OUT, numbered),
-    (BULLETED, BULLETED_HELD_OUT, bulleted),
-    (SENTENCE, SENTENCE_HELD_OUT, sentence),
+FORMS: tuple[tuple[Phrasing, Callable[[Sequence[str]], str]], ...] = (
+    *[(P.numbered, numbered)] * 2,
+    (P.bulleted, bulleted),
+    (P.sentence, sentence),
 )
 
 
@@ -162,9 +128,9 @@ def pairs(sampler: Sampler) -> Turn:
     """A numbered or bulleted list of pairs "France: Paris"."""
     kind = sampler.pick(PAIRS)
     n = sampler.rng.randint(2, min(8, len(kind.items)))
-    train, held_out, form = sampler.pick(FORMS[:3])
+    phrasing, form = sampler.pick(FORMS[:3])
     items = [f"{left}: {right}" for left, right in sampler.neighbours(kind.items, n)]
-    question = sampler.phrase(train, held_out, {"n": number(sampler, n), "what": kind.what})
+    question = sampler.phrase(*phrasing, {"n": number(sampler, n), "what": kind.what})
     return Turn(question, form(items))
 
 
@@ -172,8 +138,8 @@ def names(sampler: Sampler, what: str | None = None) -> Turn:
     """A list of things of one category."""
     what = sampler.pick(tuple(NAMES)) if what is None else what
     n = sampler.rng.randint(2, min(8, len(NAMES[what])))
-    train, held_out, form = sampler.pick(FORMS)
-    question = sampler.phrase(train, held_out, {"n": number(sampler, n), "what": what})
+    phrasing, form = sampler.pick(FORMS)
+    question = sampler.phrase(*phrasing, {"n": number(sampler, n), "what": what})
     return Turn(question, form(sampler.neighbours(NAMES[what], n)))
 
 
@@ -182,8 +148,8 @@ def ordered(sampler: Sampler) -> Turn:
     what = sampler.pick(tuple(ORDERED))
     items = ORDERED[what]
     n = sampler.rng.randint(2, len(items) - 1)
-    train, held_out, form = sampler.pick(FORMS)
-    question = sampler.phrase(train, held_out, {"n": f"the first {number(sampler, n)}", "what": what})
+    phrasing, form = sampler.pick(FORMS)
+    question = sampler.phrase(*phrasing, {"n": f"the first {number(sampler, n)}", "what": what})
     return Turn(question, form(items[:n]))
 
 
@@ -200,30 +166,8 @@ def whole(sampler: Sampler) -> Turn:
         )
     )
     if sampler.chance(0.5):
-        train = (
-            "List the {what}.",
-            "List all the {what}.",
-            "Give me a list of the {what}.",
-            "Write down the {what}.",
-            "Make a list of the {what}.",
-            "List the {what} in order.",
-        )
-        return Turn(
-            sampler.phrase(train, ("Please list all {what}.", "Write a list of the {what}."), {"what": name}),
-            numbered(items),
-        )
-    train = (
-        "What are the {what}?",
-        "Name the {what}.",
-        "Name all the {what}.",
-        "Tell me the {what}.",
-        "Which {what} are there?",
-        "What are the names of the {what}?",
-    )
-    return Turn(
-        sampler.phrase(train, ("Can you name the {what}?", "Tell me all the {what}."), {"what": name}),
-        sentence(items),
-    )
+        return Turn(sampler.phrase(*P.whole, {"what": name}), numbered(items))
+    return Turn(sampler.phrase(*P.all_of, {"what": name}), sentence(items))
 
 
 def table(sampler: Sampler) -> Turn:
@@ -235,18 +179,7 @@ def table(sampler: Sampler) -> Turn:
     else:
         what, head = "elements with symbol and atomic number", "| Element | Symbol | Number |"
         rows_ = [(capitalized(e.name), e.symbol, e.number) for e in ELEMENTS]
-    train = (
-        "Make a table of {n} {what}.",
-        "Give me a table of {n} {what}.",
-        "Show {n} {what} in a table.",
-        "Write a table of {n} {what}.",
-        "Create a table of {n} {what}.",
-    )
-    question = sampler.phrase(
-        train,
-        ("Can you make a table of {n} {what}?", "Show me a table of {n} {what}."),
-        {"n": number(sampler, n), "what": what},
-    )
+    question = sampler.phrase(*P.table, {"n": number(sampler, n), "what": what})
     lines = [
         head,
         "| --- | --- | --- |",

@@ -4,72 +4,16 @@ by heart: a model has to read them in the prompt."""
 from functools import cache
 
 from ..facts import ANIMALS, CATEGORIES, Parameter, Tool, rows, tools
-from .common import Sampler, article, capitalized
+from .common import Sampler, article, capitalized, phrasings
 from .values import invented
 
+P = phrasings("made_tools")
+
 _VERBS = tuple(verb for (verb,) in rows("tool_verbs"))
-_GROUPS = (
-    *("fruits", "vegetables", "musical instruments", "pieces of furniture", "pieces of clothing"),
-    *("vehicles", "tools", "rooms", "trees", "flowers"),
-)
 _NOUNS = (
-    *(item for name in _GROUPS for item in CATEGORIES[name]),
+    *(item for name in P.groups for item in CATEGORIES[name]),
     *(animal.name for animal in ANIMALS),
     *(noun for (noun,) in rows("tool_nouns")),
-)
-_SAME = (
-    *("fix repair mend", "start begin activate", "stop halt end", "check inspect examine test", "store keep"),
-    *("deliver bring carry", "show display", "get fetch bring", "order request", "rent hire borrow"),
-    *("cut trim", "clean wash", "photograph picture", "measure gauge", "close shut", "build construct"),
-    *("collect gather", "look_up find search", "replace exchange swap", "weigh measure", "move shift"),
-    *("reserve book", "mark label", "hide cover", "watch observe", "sell offer", "update renew refresh"),
-)
-_ASKING = ("get", "find", "check", "show", "report", "see", "read", "fetch")
-_MEASURES = (
-    *("age", "cost", "depth", "height", "length", "price", "speed", "strength", "value", "volume", "weight"),
-    *("width", "amount", "distance", "power", "pressure", "size", "rate"),
-)
-_MOMENTS = ("arrival", "departure", "delivery", "opening", "repair", "sale", "inspection", "start", "return")
-_UNITS = (
-    *("litres", "metres", "grams", "degrees", "pages", "pieces", "points", "kilometres", "seconds", "days"),
-    *("portions", "bottles", "tons", "hours", "miles", "watts", "rows", "bags", "buckets", "spoons"),
-)
-_OPPOSITES = (
-    *("loudly quietly", "openly secretly", "exactly roughly", "carefully carelessly", "fully partly"),
-    *("gently firmly", "early late", "hot cold", "upright flat", "alone together", "indoors outdoors"),
-    *("automatically manually", "politely rudely", "cheaply expensively", "smoothly roughly", "wet dry"),
-)
-_CHOICES = ("kind", "mode", "style", "type", "variant", "class", "model", "level", "group", "shape", "sort")
-# Names, kind, clause, meaning.
-_PARAMETERS = (
-    ("colour/color/shade", "enum red/green/blue/black/white", "in {colour}", "The colour."),
-    ("size/format", "enum small/medium/large", "in size {size}", "How large."),
-    ("city/place/location/town", "place", "in {city}", "The city."),
-    ("start/origin/source", "place", "from {start}", "Where it begins."),
-    ("date/day/when", "date", "on {date}", "ISO date."),
-    ("until/deadline/latest", "date", "until {until}", "ISO date."),
-    ("time/at/hour", "time", "at {time}", "24-hour time."),
-    ("person/name/owner", "person", "for {person}", "For whom."),
-    ("times/count/number", "int 2 40", "{times} times", "How often."),
-    ("minutes/duration", "minutes", "within {minutes}", "Length in minutes."),
-    ("note/text/message", "message", 'with the remark "{note}"', "A text."),
-    ("code/id/reference", "code", "with the code {code}", "The number of the order."),
-    ("budget/limit/max_price", "number 5 900", "for less than {budget} euros", "In euros."),
-    ("email/reply_to", "email", "and tell {email}", "An email address."),
-    ("file/path/target", "file", "as {file}", "Path of a file."),
-    ("files/paths", "list file", "with the files {files}", "Paths of files."),
-    ("street/road", "street", "from {street}", "The street."),
-    ("host/server/machine", "host", "on {host}", "Name of a computer."),
-    ("items/parts/things", "list item", "together with {items}", "What else."),
-    ("percent/share/degree", "percent", "to {percent}", "In percent."),
-    ("label/tag/word", "word", "with the label {label}", "One word."),
-    ("labels/tags/keywords", "list word", "with the labels {labels}", "The labels."),
-    ("title/subject", "title", 'called "{title}"', "Its title."),
-    ("people/guests/members", "list person", "with {people}", "Who takes part."),
-    ("position/point/spot", "position", "at {position}", "Where it is."),
-    ("customer/client/contact", "contact", "for {customer}", "Who wants it."),
-    ("address/destination/to", "address", "to {address}", "Where to bring it."),
-    ("phone/call", "phone", "and call {phone}", "Phone number."),
 )
 
 
@@ -80,7 +24,7 @@ def _known() -> frozenset[str]:
 
 def _same(sampler: Sampler, word: str) -> str:
     """The word, or in a third of the cases another one for it."""
-    groups = [group.split() for group in _SAME if word in group.split()]
+    groups = [group.split() for group in P.same if word in group.split()]
     return sampler.pick(sampler.pick(groups)) if groups and sampler.chance(0.4) else word
 
 
@@ -89,35 +33,21 @@ def _noun(sampler: Sampler) -> str:
 
 
 def _measured(sampler: Sampler) -> tuple[str, str, str, str]:
-    unit, measure = sampler.pick(_UNITS), sampler.pick(_MEASURES)
+    unit, measure = sampler.pick(P.units), sampler.pick(P.measures)
     low = sampler.pick((1, 2, 3, 5, 10, 20, 100, 200, 500))
     high = low * sampler.pick((20, 30, 50, 80)) + sampler.rng.randint(10, 99)
     kind = f"int {low} {high}" if sampler.chance(0.6) else f"number {low / 10} {high}"
-    clause = sampler.pick(("with {NAME} UNIT", "at a MEASURE of {NAME} UNIT", "up to {NAME} UNIT"))
+    clause = sampler.pick(P.measured_clauses)
     clause = clause.replace("NAME", unit).replace("UNIT", unit).replace("MEASURE", measure)
     return f"{unit}/{measure}", kind, clause, f"{capitalized(measure)} in {unit}."
 
 
 def _labelled(sampler: Sampler) -> tuple[str, str, str, str]:
     noun = _noun(sampler).replace(" ", "_")
-    kinds = (
-        "word",
-        "code",
-        "place",
-        "person",
-        "file",
-        "title",
-        "int 2 999",
-        "number 0.1 90",
-        "date",
-        "list word",
-    )
-    clause = sampler.pick(
-        ("with the NOUN {NAME}", "and the NOUN {NAME}", "for the NOUN {NAME}", "with NOUN {NAME}")
-    )
+    clause = sampler.pick(P.labelled_clauses)
     clause = clause.replace("NOUN", noun.replace("_", " ")).replace("NAME", noun)
     names = sampler.pick((noun, f"{noun}/{noun}_value", f"{noun}/the_{noun}"))
-    return names, sampler.pick(kinds), clause, f"The {noun.replace('_', ' ')}."
+    return names, sampler.pick(P.labelled_kinds), clause, f"The {noun.replace('_', ' ')}."
 
 
 def _option(sampler: Sampler) -> str:
@@ -126,7 +56,7 @@ def _option(sampler: Sampler) -> str:
 
 
 def _chosen(sampler: Sampler) -> tuple[str, str, str, str]:
-    name = sampler.pick(_CHOICES) if sampler.chance(0.7) else invented(sampler)
+    name = sampler.pick(P.choices) if sampler.chance(0.7) else invented(sampler)
     texts = list(dict.fromkeys(_option(sampler) for _ in range(sampler.rng.randint(2, 5))))
     form = sampler.rng.random()
     keys = texts
@@ -140,8 +70,7 @@ def _chosen(sampler: Sampler) -> tuple[str, str, str, str]:
     ):
         return _chosen(sampler)
     kind = "enum " + "/".join(f"{key}={text}" for key, text in zip(keys, texts, strict=True))
-    clauses = ("with the NAME {NAME}", "as {NAME}", "by {NAME}", "of the NAME {NAME}", "in the NAME {NAME}")
-    return name, kind, sampler.pick(clauses).replace("NAME", name), f"The {name}."
+    return name, kind, sampler.pick(P.chosen_clauses).replace("NAME", name), f"The {name}."
 
 
 def _whether(sampler: Sampler) -> tuple[str, str, str, str]:
@@ -150,16 +79,15 @@ def _whether(sampler: Sampler) -> tuple[str, str, str, str]:
         text = noun.replace("_", " ")
         kind, names = f"bool with {article(text)}/without {article(text)}", f"{noun}/with_{noun}/use_{noun}"
         return names, kind, f"{{{noun}}}", f"Whether {article(text)} is used."
-    pair = sampler.rng.sample(sampler.pick(_OPPOSITES).split(), 2)
+    pair = sampler.rng.sample(sampler.pick(P.opposites).split(), 2)
     about = f"{capitalized(pair[0])} or {pair[1]}."
     return pair[0], "bool " + "/".join(pair), f"{{{pair[0]}}}", about
 
 
 def _record(sampler: Sampler) -> tuple[str, str, str, str]:
     keys = list(dict.fromkeys(_noun(sampler).split()[-1] for _ in range(sampler.rng.randint(2, 3))))
-    kinds = ("word", "code", "int 2 900", "number 0.5 90", "person", "place")
     name = sampler.pick(("details", "data", "options", "settings", "features", invented(sampler)))
-    kind = "record " + "; ".join(f"{key}={sampler.pick(kinds)}" for key in keys)
+    kind = "record " + "; ".join(f"{key}={sampler.pick(P.record_kinds)}" for key in keys)
     return name, kind, f"with {{{name}}}", f"The {name}."
 
 
@@ -171,7 +99,7 @@ def _parameters(sampler: Sampler) -> list[Parameter]:
     count = sampler.pick((1, 2, 2, 3, 3, 4))
     while len(found) < count:
         fixed = sampler.chance(0.5)
-        given, kind, clause, about = sampler.pick(_PARAMETERS) if fixed else sampler.pick(makers)(sampler)
+        given, kind, clause, about = sampler.pick(P.parameters) if fixed else sampler.pick(makers)(sampler)
         names = given.split("/")
         if used.isdisjoint(names):
             used.update(names)
@@ -179,27 +107,14 @@ def _parameters(sampler: Sampler) -> list[Parameter]:
     return found
 
 
-_CORES = {
-    "city": "the NOUN in {city}",
-    "person": "the NOUN of {person}",
-    "code": "the NOUN {code}",
-    "label": "the NOUN {label}",
-    "title": 'the NOUN "{title}"',
-    "position": "the NOUN at {position}",
-    "address": "the NOUN at {address}",
-    "colour": "the {colour} NOUN",
-    "size": "the {size} NOUN",
-}
-
-
 def _core(noun: str, parameter: Parameter) -> str:
     """The noun with a parameter, or "" where they don't go together."""
     name = parameter.names[0]
-    if name in _UNITS:
+    if name in P.units:
         return f"{{{name}}} {name} of {noun}"
-    if name in _CHOICES and parameter.kind.startswith("enum"):
+    if name in P.choices and parameter.kind.startswith("enum"):
         return f"the {{{name}}} {noun}"
-    return _CORES.get(name, "").replace("NOUN", noun)
+    return P.cores.get(name, "").replace("NOUN", noun)
 
 
 def _phrasing(sampler: Sampler, start: str, noun: str, required: list[Parameter]) -> str:
@@ -217,8 +132,8 @@ def made_tool(sampler: Sampler) -> Tool:
     if sampler.chance(0.3):
         noun = f"{_noun(sampler)} {noun}"
     moment = sampler.chance(0.25)
-    measure = sampler.pick(_MOMENTS if moment else _MEASURES) if sampler.chance(0.3) else ""
-    verb = sampler.pick(_ASKING if measure else _VERBS)
+    measure = sampler.pick(P.moments if moment else P.measures) if sampler.chance(0.3) else ""
+    verb = sampler.pick(P.asking if measure else _VERBS)
     named, told = _same(sampler, verb), _same(sampler, verb)
     words = noun.split()[-1:] if sampler.chance(0.3) else noun.split()
     words += [measure] if measure else []

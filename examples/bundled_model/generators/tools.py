@@ -8,53 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..facts import Tool, tools
-from .common import Message, Sampler, Turn, capitalized
+from .common import Message, Sampler, Turn, capitalized, phrasings
 from .made_tools import made_tool
 from .values import Value, draw, invented, object_schema, plain, schema
 
+P = phrasings("tools")
+
 Offered = dict[str, Any]
 Call = dict[str, Any]
-FRAMES = (
-    "{x}.",
-    "{x}.",
-    "{x}.",
-    "Please {x}.",
-    "Can you {x}?",
-    "Could you {x}?",
-    "I want you to {x}.",
-    "I would like you to {x}.",
-    "{x}, please.",
-    "Go and {x}.",
-    "Now {x}.",
-    "{x} now.",
-    "We have to {x}.",
-    "Your task is to {x}.",
-    "It is time to {x}.",
-    "Be so kind and {x}.",
-    "I want to {x}.",
-    "Help me to {x}.",
-)
-FRAMES_HELD_OUT = ("Would you {x}?", "I need you to {x}.", "Could you please {x}?")
-TWICE = (
-    "{x} and {y}.",
-    "{x} and then {y}.",
-    "Please {x} and {y}.",
-    "Can you {x} and {y}?",
-    "{x}. Then {y}.",
-    "{x}, and after that {y}.",
-    "First {x}, then {y}.",
-    "Could you {x} and also {y}?",
-    "Do two things: {x}, and {y}.",
-    "We have to {x} and to {y}.",
-    "I would like you to {x} and {y}.",
-    "Now {x}. Also {y}.",
-    "{x}; {y}.",
-)
-TWICE_HELD_OUT = ("I need you to {x} and to {y}.", "Would you {x} and {y}?")
 LONGEST = 3700  # characters of a dialogue as JSON, about 1,200 tokens
 MADE = 0.6  # share of the tools of training that no table has
 NO_TOOL = "Sorry, none of my tools can do that."
-_ERRORS = ("not found", "no connection", "not allowed", "out of time", "try again later", "too many requests")
 
 
 class Offer(NamedTuple):
@@ -138,13 +102,13 @@ def ask(sampler: Sampler, asked: Request) -> str:
     """One request as a question."""
     text = asked.phrasing
     if not text.endswith("?"):
-        text = sampler.pick(FRAMES_HELD_OUT if sampler.heldout else FRAMES).replace("{x}", text)
+        text = sampler.pick(P.frames[sampler.heldout]).replace("{x}", text)
     return sampler.phrase((text,), (text,), asked.fields, exact=True)
 
 
 def ask_both(sampler: Sampler, first: Request, second: Request) -> str:
     """Two requests as one question."""
-    frame = sampler.pick(TWICE_HELD_OUT if sampler.heldout else TWICE)
+    frame = sampler.pick(P.twice[sampler.heldout])
     fields = {
         f"{key}{i}": text for i, each in enumerate((first, second)) for key, text in each.fields.items()
     }
@@ -167,7 +131,7 @@ def called(calls: Sequence[Call], number: int) -> Message:
 def result(sampler: Sampler, tool: Tool, arguments: dict[str, Any]) -> tuple[str, str]:
     """A result of the tool and a sentence about it."""
     if sampler.chance(0.08):
-        error = sampler.pick(_ERRORS)
+        error = sampler.pick(P.errors)
         return json.dumps({"error": error}), f"That did not work: {error}."
     values = {key: True if kind == "true" else draw(sampler, kind).json for key, kind in tool.results.items()}
     fields = {key: plain(value) for key, value in {**arguments, **values}.items()}
@@ -202,10 +166,7 @@ def call_round(sampler: Sampler, offers: Sequence[Offer], number: int, results: 
         chosen.append(sampler.pick(offers))
     requests = [request(sampler, each, order=len(chosen) == 2) for each in chosen]
     question = ask(sampler, *requests) if len(chosen) == 1 else ask_both(sampler, *requests)
-    messages = [
-        {"role": "user", "content": question},
-        called([each.call for each in requests], number),
-    ]
+    messages = [{"role": "user", "content": question}, called([each.call for each in requests], number)]
     if results:
         found = [result(sampler, each.tool, r.arguments) for each, r in zip(chosen, requests, strict=True)]
         messages += [

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..facts import ANIMALS, CATEGORIES, COUNTRIES, MONTHS
-from .common import NUMBER_WORDS, Sampler, capitalized, join
+from .common import NUMBER_WORDS, Sampler, capitalized, join, phrasings
+
+P = phrasings("values")
 
 Schema = dict[str, Any]
 
@@ -26,163 +28,22 @@ def is_held_out(value: object) -> bool:
     return zlib.crc32(json.dumps(value, ensure_ascii=False).encode()) % 12 == 0
 
 
-_NAMES = (
-    *(
-        "Anna",
-        "Ben",
-        "Clara",
-        "David",
-        "Emma",
-        "Felix",
-        "Grace",
-        "Hugo",
-        "Ida",
-        "Jonas",
-        "Kate",
-        "Leo",
-        "Maria",
-    ),
-    *("Nina", "Oscar", "Paula", "Quentin", "Rosa", "Sam", "Tina", "Ulla", "Victor", "Wendy", "Yusuf", "Zoe"),
-)
 _CAPITALS = tuple(country.capital for country in COUNTRIES)
 _COUNTRIES = tuple(country.name.removeprefix("the ") for country in COUNTRIES)
 _ITEMS = tuple(item for name in ("fruits", "vegetables") for item in CATEGORIES[name])
-_THINGS = (
-    *(
-        "lamp",
-        "chair",
-        "table",
-        "jacket",
-        "backpack",
-        "bottle",
-        "kettle",
-        "clock",
-        "mirror",
-        "carpet",
-        "bicycle",
-    ),
-    *("keyboard", "camera", "blanket", "umbrella", "teapot", "ladder", "hammer", "helmet", "scarf", "guitar"),
-)
-_ADJECTIVES = (
-    *(
-        "red",
-        "blue",
-        "green",
-        "small",
-        "large",
-        "old",
-        "new",
-        "wooden",
-        "cheap",
-        "light",
-        "warm",
-        "round",
-        "soft",
-    ),
-    *("quiet", "silver", "golden", "black", "white", "long", "short", "first", "last", "second", "third"),
-)
-_NOUNS = (
-    *("garden", "river", "winter", "island", "mountain", "letter", "forest", "window", "journey", "storm"),
-    *("market", "summer", "bridge", "city", "harbour", "story", "song", "night", "castle", "road", "moon"),
-)
-_EVENTS = (
-    *("meeting", "lunch", "dinner", "birthday", "lesson", "interview", "concert", "party", "exam", "talk"),
-    *("invoice", "holiday", "wedding", "training", "report", "repair", "picnic", "visit", "review", "match"),
-)
-_VERBS = ("buy", "clean", "repair", "sell", "paint", "find", "return", "wash", "check", "bring back", "pack")
-_SUBJECTS = ("I", "We", "The children", "My friends", "The neighbours", "The printer", "The bus", "The team")
-_ACTS = (
-    *("will be late", "will come", "can start", "cannot come", "will be ready", "will stop", "had to wait"),
-    *(
-        "will need help",
-        "was too slow",
-        "broke down",
-        "will leave",
-        "will be at home",
-        "could not open the door",
-    ),
-)
-_WHEN = (
-    "today",
-    "tomorrow",
-    "at noon",
-    "in the evening",
-    "next week",
-    "after lunch",
-    "on Monday",
-    "again",
-    "soon",
-)
-_ROOMS = (
-    "kitchen",
-    "bathroom",
-    "bedroom",
-    "hall",
-    "office",
-    "cellar",
-    "attic",
-    "garage",
-    "library",
-    "studio",
-)
-_STARTS = (
-    "b",
-    "br",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "r",
-    "s",
-    "st",
-    "t",
-    "tr",
-    "v",
-    "w",
-    "z",
-    "h",
-)
-_VOWELS = ("a", "e", "i", "o", "u")
-_ENDS = ("l", "n", "r", "s", "x", "m", "k", "t", "")
-_MORE_STARTS = (
-    *_STARTS,
-    "bl",
-    "c",
-    "ch",
-    "fl",
-    "gr",
-    "j",
-    "kl",
-    "pr",
-    "qu",
-    "sh",
-    "sk",
-    "sl",
-    "sw",
-    "th",
-    "y",
-)
-_MORE_VOWELS = (*_VOWELS, "ai", "ea", "ie", "oo", "ou", "y")
-_MORE_ENDS = ("b", "ck", "d", "ff", "g", "ll", "nd", "ng", "p", "rt", "sh", "st", "v", "z")
-_ENDINGS = ("txt", "md", "py", "json", "csv", "pdf", "png", "jpg")
-_DOMAINS = ("com", "org", "net", "example", "info")
 
 
 def invented(sampler: Sampler) -> str:
     """A word of two or three syllables that means nothing; for training also of other lengths and letters."""
     if not sampler.heldout and sampler.chance(0.3):
         parts = [
-            sampler.pick(_MORE_STARTS) + sampler.pick(_MORE_VOWELS) for _ in range(sampler.rng.randint(1, 4))
+            sampler.pick(P.more_starts) + sampler.pick(P.more_vowels)
+            for _ in range(sampler.rng.randint(1, 4))
         ]
-        return "".join(parts) + sampler.pick(_MORE_ENDS)
+        return "".join(parts) + sampler.pick(P.more_ends)
     count = 2 if sampler.chance(0.7) else 3
-    syllables = [sampler.pick(_STARTS) + sampler.pick(_VOWELS) for _ in range(count)]
-    return "".join(syllables) + sampler.pick(_ENDS)
+    syllables = [sampler.pick(P.starts) + sampler.pick(P.vowels) for _ in range(count)]
+    return "".join(syllables) + sampler.pick(P.ends)
 
 
 def _common(sampler: Sampler, share: float) -> bool:
@@ -195,11 +56,11 @@ def _digits(sampler: Sampler, count: int) -> str:
 
 
 def _word(sampler: Sampler) -> str:
-    return sampler.pick(_NOUNS) if _common(sampler, 0.4) else invented(sampler)
+    return sampler.pick(P.nouns) if _common(sampler, 0.4) else invented(sampler)
 
 
 def _name(sampler: Sampler) -> str:
-    return sampler.pick(_NAMES) if _common(sampler, 0.4) else capitalized(invented(sampler))
+    return sampler.pick(P.names) if _common(sampler, 0.4) else capitalized(invented(sampler))
 
 
 def _person(sampler: Sampler) -> str:
@@ -220,19 +81,19 @@ def _code(sampler: Sampler) -> str:
 
 
 def _message(sampler: Sampler) -> str:
-    subject = sampler.pick(_SUBJECTS) if sampler.chance(0.5) else _name(sampler)
-    return f"{subject} {sampler.pick(_ACTS)} {sampler.pick(_WHEN)}"
+    subject = sampler.pick(P.subjects) if sampler.chance(0.5) else _name(sampler)
+    return f"{subject} {sampler.pick(P.acts)} {sampler.pick(P.when)}"
 
 
 def _query(sampler: Sampler) -> str:
-    what = f"{sampler.pick(_ADJECTIVES)} {sampler.pick(_THINGS)}" if sampler.chance(0.5) else _word(sampler)
+    what = f"{sampler.pick(P.adjectives)} {sampler.pick(P.things)}" if sampler.chance(0.5) else _word(sampler)
     return what + (f" in {_place(sampler)}" if sampler.chance(0.4) else "")
 
 
 def _file(sampler: Sampler) -> str:
     folder = _word(sampler) + "/" if sampler.chance(0.3) else ""
     number = f"_{sampler.rng.randint(1, 99)}" if sampler.chance(0.4) else ""
-    return f"{folder}{_word(sampler)}{number}.{sampler.pick(_ENDINGS)}"
+    return f"{folder}{_word(sampler)}{number}.{sampler.pick(P.endings)}"
 
 
 def _condition(sampler: Sampler) -> str:
@@ -247,7 +108,7 @@ def _title(sampler: Sampler) -> str:
     if not sampler.heldout and sampler.chance(0.4):
         words = [capitalized(_word(sampler)) for _ in range(sampler.rng.randint(1, 4))]
         return sampler.pick((" ", " ", " of ", " and ")).join(words)
-    return f"The {capitalized(sampler.pick(_ADJECTIVES))} {capitalized(_word(sampler))}"
+    return f"The {capitalized(sampler.pick(P.adjectives))} {capitalized(_word(sampler))}"
 
 
 _TEXTS: dict[str, Callable[[Sampler], str]] = {
@@ -261,17 +122,17 @@ _TEXTS: dict[str, Callable[[Sampler], str]] = {
     "condition": _condition,
     "country": lambda s: s.pick(_COUNTRIES),
     "animal": lambda s: s.pick(ANIMALS).name,
-    "room": lambda s: s.pick(_ROOMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {_of(s, _ROOMS)}",
-    "item": lambda s: _of(s, _ITEMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {_of(s, _THINGS)}",
-    "product": lambda s: f"{s.pick(_ADJECTIVES)} {_of(s, _THINGS)}",
+    "room": lambda s: s.pick(P.rooms) if s.chance(0.6) else f"{s.pick(P.adjectives)} {_of(s, P.rooms)}",
+    "item": lambda s: _of(s, _ITEMS) if s.chance(0.6) else f"{s.pick(P.adjectives)} {_of(s, P.things)}",
+    "product": lambda s: f"{s.pick(P.adjectives)} {_of(s, P.things)}",
     "title": _title,
-    "event": lambda s: f"{s.pick(_ADJECTIVES)} {_of(s, _EVENTS)}",
-    "task": lambda s: f"{s.pick(_VERBS)} the {s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
+    "event": lambda s: f"{s.pick(P.adjectives)} {_of(s, P.events)}",
+    "task": lambda s: f"{s.pick(P.verbs)} the {s.pick(P.adjectives)} {s.pick(P.things)}",
     "street": lambda s: f"{capitalized(_word(s))} {s.pick(('Street', 'Road', 'Lane'))}",
     "ticker": lambda s: "".join(s.pick("ABCDEFGHIKLMNOPRSTUVX") for _ in range(s.rng.randint(3, 4))),
     "phone": lambda s: f"0{_digits(s, 3)} {_digits(s, s.rng.randint(4, 6))}",
-    "email": lambda s: f"{_name(s).lower()}@{_word(s)}.{s.pick(_DOMAINS)}",
-    "url": lambda s: f"https://{_word(s)}.{s.pick(_DOMAINS)}/{_word(s)}",
+    "email": lambda s: f"{_name(s).lower()}@{_word(s)}.{s.pick(P.domains)}",
+    "url": lambda s: f"https://{_word(s)}.{s.pick(P.domains)}/{_word(s)}",
     "host": lambda s: f"{_word(s)}-{s.rng.randint(1, 99)}",
 }
 
@@ -332,14 +193,6 @@ _COMPUTED: dict[str, tuple[Schema, Callable[..., Value]]] = {
     "number": ({"type": "number"}, _number),
     "int": ({"type": "integer"}, _int),
 }
-_OBJECTS: dict[str, tuple[dict[str, str], str]] = {
-    "address": ({"street": "street", "number": "int 1 150", "city": "place"}, "{number} {street} in {city}"),
-    "contact": ({"name": "person", "phone": "phone"}, "{name} with the number {phone}"),
-    "person_age": ({"name": "person", "age": "int 6 99"}, "{name} (aged {age})"),
-    "position": ({"latitude": "number 0 80", "longitude": "number 0 170"}, "({latitude}, {longitude})"),
-    "size": ({"width": "int 100 1900", "height": "int 100 1200"}, "{width} by {height} pixels"),
-    "dish_order": ({"dish": "item", "count": "int 2 9"}, "{count} portions of {dish}"),
-}
 
 
 def _record(parts: str) -> dict[str, str]:
@@ -369,8 +222,8 @@ def draw(sampler: Sampler, kind: str) -> Value:
         found = {key: draw(sampler, part) for key, part in _record(rest).items()}
         text = join([f"the {key} {part.text}" for key, part in found.items()])
         return Value(text, {key: part.json for key, part in found.items()})
-    if name in _OBJECTS:
-        kinds, text = _OBJECTS[name]
+    if name in P.objects:
+        kinds, text = P.objects[name]
         found = {key: draw(sampler, part) for key, part in kinds.items()}
         fields = {key: str(part.json) for key, part in found.items()}
         return Value(text.format_map(fields), {key: part.json for key, part in found.items()})
@@ -394,8 +247,8 @@ def schema(kind: str) -> Schema:
         return {"type": "boolean"}
     if name == "list":
         return {"type": "array", "items": schema(rest)}
-    if name == "record" or name in _OBJECTS:
-        kinds = _record(rest) if name == "record" else _OBJECTS[name][0]
+    if name == "record" or name in P.objects:
+        kinds = _record(rest) if name == "record" else P.objects[name][0]
         return object_schema({key: schema(part) for key, part in kinds.items()}, list(kinds))
     return dict(_COMPUTED[name][0]) if name in _COMPUTED else {"type": "string"}
 
