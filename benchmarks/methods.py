@@ -11,7 +11,7 @@ A step is one target forward that emitted tokens; the bonus token counts. Second
 included, on one thread, as the server has on two cores: by the clock, and of processor time, which other programs
 disturb less. All rows of a workload have the same texts, except where rounding in float32 breaks a near-tie; ``same``
 counts the texts of plain decoding. A row's workloads run one after the other in one engine, so SUFFIX has already
-generated the code that is rewritten. Prints at the end what docs/speculation.md shows: a table and three sentences.
+generated the code that is rewritten. Prints at the end what docs/performance.md shows: a table and three sentences.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def measure(count: int, temperature: float, store: Path) -> list[dict[str, Any]]
 
 
 def table(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rows of the table in docs/speculation.md, without its head."""
+    """Return the rows of the table in docs/performance.md, without its head."""
     cells: dict[str, list[str]] = {}
     for row in figures:
         shape = ", ".join(map(str, row["shape"] or ()))

@@ -1,0 +1,103 @@
+"""The figures in README.md and docs/performance.md match the result files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks import methods
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
+
+
+def figures(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())[
+        "figures"
+    ]
+    return found
+
+
+def rows(start: str) -> list[list[str]]:
+    """The cells of the rows of a table whose first cell matches."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in re.findall(rf"^\| (?:{start}) \|.*\|$", PERFORMANCE, re.M)
+    ]
+
+
+def test_milliseconds_a_step() -> None:
+    measured = {
+        (str(tuple(each["shape"])) if each["shape"] else "off", each["batch"]): each
+        for each in figures("single_stream")
+    }
+    shown = rows(r"off|\(\d, \d, \d+\)")
+    steps = [row for row in shown if len(row) == 7]
+    assert len(steps) == 11
+    for shape, batch, ours, floor, ratio, *peers in steps:
+        found = measured[shape, int(batch)]
+        assert ours == f"{found['ms_per_step']:.2f}"
+        assert floor == f"{found['floor_ms']:.2f}"
+        assert ratio == f"{found['ratio_to_floor']:.2f}"
+        assert peers == [str(found["peers_ms"].get(peer, "no trees")) for peer in ("SGLang", "vLLM")]
+
+
+def test_prefill() -> None:
+    shown = rows(r"\d+ x \d+")
+    measured = {f"{each['batch']} x {each['prompt_tokens']}": each for each in figures("prefill")}
+    assert len(shown) == 3
+    for prompts, ours, floor, speed, *_ in shown:
+        found = measured[prompts]
+        assert [ours, floor] == [f"{found['ms']:.1f}", f"{found['floor_ms']:.1f}"]
+        assert speed == f"{found['tflops']:.0f}"
+
+
+def test_the_controller() -> None:
+    gains, shares = [], []
+    for each in figures("adaptive_h200"):
+        speed = {policy: run["tokens_per_second"] for policy, run in each["policies"].items()}
+        best = max(value for policy, value in speed.items() if policy != "adaptive")
+        gains.append(f"{speed['adaptive'] / speed['off']:.2f}")
+        shares.append(f"{speed['adaptive'] / best:.2f}")
+    assert rows("times plain decoding|of the best of six fixed shapes") == [
+        ["times plain decoding", *gains],
+        ["of the best of six fixed shapes", *shares],
+    ]
+
+
+def test_lossless() -> None:
+    page = " ".join(PERFORMANCE.split())
+    for name, words in (
+        ("gpu_float32", "In float32, where they have none, {:,} of {:,} are equal"),
+        ("gpu_bfloat16", "In bfloat16 with drafts in int8, {:,} of {:,} texts are equal"),
+        ("float64", "in float64 on a CPU {:,} of {:,}"),
+    ):
+        found: Any = figures(f"lossless_{name}")
+        assert words.format(found["identical"], found["texts"]) in page
+
+
+def test_the_methods_compared() -> None:
+    """As ``python -m benchmarks.methods`` prints them."""
+    found = figures("methods")
+    assert "\n".join(methods.table(found)) in PERFORMANCE
+    assert methods.comparison(found) in " ".join(PERFORMANCE.split())
+
+
+def test_the_gain_in_the_readme() -> None:
+    found = {
+        (row["method"], tuple(row["shape"] or ())): row
+        for row in figures("methods")
+        if row["temperature"] == 0
+    }
+    drafted, plain = found["EAGLE3", (5, 1, 6)], found["NONE", ()]
+    tokens = [f"{drafted[each]['tokens_per_step']:.2f}" for each in ("dialogue", "code")]
+    speed = "tokens_per_processor_second"
+    times = [f"{drafted[each][speed] / plain[each][speed]:.1f}" for each in ("dialogue", "code")]
+    words = (
+        f"gives {tokens[0]} tokens a step in dialogue and {tokens[1]} in code, and {times[0]} and {times[1]} "
+        "times plain decoding's tokens a second"
+    )
+    assert words in " ".join(README.split())
