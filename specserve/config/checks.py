@@ -1,4 +1,4 @@
-"""Checks of single settings: each returns what is wrong with a value, as ``Setting.check`` does, or None."""
+"""Checks of single settings: each returns what is wrong with a value, as ``declare.Check`` does, or None."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from specserve.config.declare import Check
 
 
-def lossless(value: float) -> str | None:
-    """Refuse values below 1, with which SGLang accepts likely drafts and so changes the text."""
-    return (
-        None if value == 1 else f"must be 1, because speculation never changes the text here, found {value}"
-    )
+def only(words: str, accepts: Callable[[Any], bool]) -> Check:
+    """Return a check that refuses all values but those described by ``words``."""
+    return lambda value: None if accepts(value) else f"must be {words}, found {value}"
+
+
+# With lower values SGLang accepts likely drafts, and so changes the text.
+lossless = only("1, because speculation never changes the text here", lambda value: value == 1)
+page = only("a power of two from 1 to 256", lambda size: size in (2**n for n in range(9)))
+
+
+def cores(threads: int) -> str | None:
+    most = os.cpu_count() or threads
+    return None if threads <= most else f"must be at most {most}, the cores of this machine, found {threads}"
 
 
 def sendable(key: str) -> str | None:
@@ -45,14 +57,9 @@ def once(names: tuple[str, ...]) -> str | None:
     return f"must name each model once, found {twice[0]!r} again" if twice else None
 
 
-def cores(threads: int) -> str | None:
-    most = os.cpu_count() or threads
-    return None if threads <= most else f"must be at most {most}, the cores of this machine, found {threads}"
-
-
 def json_object(text: str) -> str | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         return f"must be a JSON object: {error}"
-    return None if isinstance(found, dict) else f"must be a JSON object, found {text}"
+    return None if isinstance(value, dict) else f"must be a JSON object, found {text}"

@@ -1,4 +1,4 @@
-"""Declare a setting once, as a dataclass field with everything that sources and docs need."""
+"""Declare a setting once, as a dataclass field with everything that sources and docs need, and check its values."""
 
 from __future__ import annotations
 
@@ -7,16 +7,35 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 Value = str | int | float | bool | tuple[str, ...] | None
 Check = Callable[[Any], str | None]
+"""Returns what is wrong with a value, in words that follow the setting's name, or None."""
+
+
+class Kind(NamedTuple):
+    """A type of values: its words in errors, its name in docs, a test, and a converter of text."""
+
+    words: str
+    name: str
+    accepts: Callable[[Any], bool]
+    parse: Callable[[str], Value]
+
+
+_TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
+KINDS: dict[type, Kind] = {
+    bool: Kind("true or false", "boolean", lambda v: type(v) is bool, lambda text: _TRUTH[text.lower()]),
+    int: Kind("an integer", "integer", lambda v: type(v) is int, int),
+    float: Kind("a number", "number", lambda v: type(v) in (int, float) and math.isfinite(v), float),
+    tuple: Kind("names, none empty", "names", lambda v: _are_names(v), lambda text: tuple(text.split(","))),
+    str: Kind("text", "text", lambda v: isinstance(v, str), str),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name, or None.
-    ``refused``: values outside of ``choices`` that users try, in lower case, and what to do instead."""
+    """One setting. ``refused``: values outside of ``choices`` that users try, in lower case, and what to do instead."""
 
     name: str
     kind: type
@@ -33,15 +52,20 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def flags(self) -> list[str]:
-        return [self.flag, *("--" + alias.replace("_", "-") for alias in self.aliases)]
+        return [flag_of(name) for name in self.names]
 
     @property
     def names(self) -> list[str]:
         return [self.name, *self.aliases]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting's name or alias."""
+    return "--" + name.replace("_", "-")
 
 
 def setting(group: str, default: Value, help: str, **declared: Any) -> Any:
@@ -54,10 +78,7 @@ def settings_of(cls: type) -> dict[str, Setting]:
     hints = get_type_hints(cls)
     return {
         field.name: Setting(
-            name=field.name,
-            kind=_kind(hints[field.name]),
-            default=cast(Value, field.default),
-            **field.metadata,
+            field.name, _kind(hints[field.name]), cast(Value, field.default), **field.metadata
         )
         for field in dataclasses.fields(cls)
     }
@@ -72,10 +93,57 @@ def _kind(hint: Any) -> type:
     return kind
 
 
-def power_of_two(low: int, high: int) -> Check:
-    def check(value: int) -> str | None:
-        if low <= value <= high and value & (value - 1) == 0:
-            return None
-        return f"must be a power of two from {low} to {high}, found {value}"
+def convert(declared: Setting, raw: Any, label: str) -> Value:
+    """Return the value that a source's text, or YAML's or Python's value, stands for. Raises ValueError beginning with
+    ``label``."""
+    value = _convert(declared, raw, label)
+    check_value(declared, value, label)
+    return value
 
-    return check
+
+def check_value(declared: Setting, value: Any, label: str) -> None:
+    """Raise ValueError, with ``label`` and the accepted values, unless ``value`` is one of them."""
+    if value is None:
+        if declared.default is not None:
+            raise ValueError(f"{label}: needs a value")
+        return
+    kind = KINDS[declared.kind]
+    if not kind.accepts(value):
+        found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
+        raise ValueError(f"{label}: must be {kind.words}, found {found}")
+    if declared.choices and value not in declared.choices:
+        if why := declared.refused.get(value.lower()):
+            raise ValueError(f"{label}: {value} is refused: {why}")
+        raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
+    if declared.kind in (int, float) and not declared.low <= value <= declared.high:
+        raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}, found {value}")
+    if declared.check and (problem := declared.check(value)):
+        raise ValueError(f"{label}: {problem}")
+
+
+def _convert(declared: Setting, raw: Any, label: str) -> Value:
+    """Convert a value if possible. Refuses text that can't be; ``check_value`` refuses the rest."""
+    if isinstance(raw, str):
+        text = raw if declared.kind is tuple else raw.strip()
+        try:
+            value = KINDS[declared.kind].parse(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{label}: must be {KINDS[declared.kind].words}, found {text!r}") from None
+        return {choice.lower(): choice for choice in declared.choices}.get(text.lower(), value)
+    if declared.kind is tuple and isinstance(raw, list):
+        return tuple(raw)
+    if declared.kind is float and type(raw) is int:
+        return float(raw)
+    if declared.kind is str and isinstance(raw, bool) and {"on", "off"} <= set(declared.choices):
+        return "on" if raw else "off"  # YAML reads a bare on or off as a boolean
+    return raw  # type: ignore[no-any-return]
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
+
+
+def _range(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"at least {low:g}"
+    return f"from {int(low) if low == int(low) else low} to {int(high) if high == int(high) else high}"

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from specserve.config import checks
-from specserve.config.declare import power_of_two, setting, settings_of
+from specserve.config.declare import check_value, setting, settings_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
-from specserve.config.values import check_value
 from specserve.methods import METHOD_NAMES, NONE, Method, method_of, names_where
 
 GROUPS = MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
@@ -216,7 +215,7 @@ class Settings:
         },
     )
     max_running_requests: int | None = engine(
-        None, "Most requests in one batch. Default: 16 on cpu, 256 on cuda.", low=1, high=MAX_SLOTS
+        None, "Maximum number of requests in a batch. Default: 16 on cpu, 256 on cuda.", low=1, high=MAX_SLOTS
     )
     max_total_tokens: int | None = engine(
         None,
@@ -232,18 +231,17 @@ class Settings:
         low=0.01,
         high=1,
     )
-    page_size: int = engine(
-        16, "Tokens in a page of the KV pool; a power of two.", check=power_of_two(1, 256)
-    )
+    page_size: int = engine(16, "Tokens in a page of the KV pool; a power of two.", check=checks.page)
     chunked_prefill_size: int | None = engine(
         None,
-        "Most prompt tokens computed in one iteration; -1 computes prompts whole. Default: 512 on cpu, 8192 on cuda.",
-        check=lambda value: None if value == -1 or value >= 1 else f"must be -1 or at least 1, found {value}",
+        "Maximum number of prompt tokens computed in one iteration; -1 computes prompts whole. Default: 512 on cpu, "
+        "8192 on cuda.",
+        check=checks.only("-1 or at least 1", lambda size: size == -1 or size >= 1),
     )
     max_prefill_tokens_per_step: int | None = engine(
         None,
-        "Most prompt tokens computed between two steps of other requests. Lower values make their tokens come more "
-        "evenly, but reduce the total throughput. Default: --chunked-prefill-size.",
+        "Maximum number of prompt tokens computed between two steps of other requests. Lower values make their tokens "
+        "come more evenly, but reduce the total throughput. Default: --chunked-prefill-size.",
         low=1,
     )
     disable_radix_cache: bool = engine(
@@ -278,7 +276,7 @@ class Settings:
         1,
         "Must be 1: the model runs on one device in this version.",
         aliases=("tp_size", "tp"),
-        check=lambda value: None if value == 1 else f"must be 1 in this version (one device), found {value}",
+        check=checks.only("1 in this version (one device)", lambda size: size == 1),
     )
     random_seed: int | None = engine(
         None,

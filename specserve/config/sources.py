@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from specserve.config.declare import Setting
+from specserve.config.declare import Setting, convert, flag_of
 from specserve.config.notes import CHOSEN, Notes
-from specserve.config.settings import SETTINGS, Settings
-from specserve.config.values import convert, nearest
+from specserve.config.settings import GROUPS, SETTINGS, Settings
 
 PREFIX = "SPECSERVE_"
 _EDIT = "edit config.json; for a draft use --speculative-draft-config-override"
@@ -97,7 +97,7 @@ def _is_link(key: str, text: str) -> bool:
 
 def make_settings(**values: Any) -> Settings:
     """Make settings from Python keywords: the flags' names with underscores. Raises ValueError."""
-    return Settings(**_named(values, "settings", lambda name: name))
+    return Settings(**_named(values, str))
 
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> d
         for key, text in environ.items()
         if key.startswith(PREFIX) and key != PREFIX + "CONFIG" and text and not _is_link(key, text)
     }
-    return _named(given, "environment", lambda name: PREFIX + name.upper(), known)
+    return _named(given, lambda name: PREFIX + name.upper(), known)
 
 
 def _from_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,36 +130,40 @@ def _from_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{path}: {twice[0]}: given twice")
     given = {key.replace("-", "_"): raw for key, raw in data.items() if raw is not None}
-    return _named(given, str(path), lambda name: f"{path}: {name}", known)
+    return _named(given, str, known, f"{path}: ")
 
 
 def _named(
-    given: Mapping[str, Any], source: str, label: Any, known: Mapping[str, Any] = MappingProxyType({})
+    given: Mapping[str, Any],
+    spell: Callable[[str], str],
+    known: Mapping[str, Any] = MappingProxyType({}),
+    source: str = "",
 ) -> dict[str, Any]:
     """Return the values by the settings' names. Those that are ``known`` are not looked at, so that a flag is enough to
-    replace a bad one."""
+    replace a bad one. ``spell`` writes a name as the source does; errors begin with ``source``."""
     values: dict[str, Any] = {}
     for name, raw in given.items():
+        label = source + spell(name)
         if name not in _BY_NAME:
-            raise ValueError(f"{label(name)}: {_unknown_setting(name, source, label)}")
+            raise ValueError(f"{label}: {_unknown('setting', name, spell, _BY_NAME)}")
         declared = _BY_NAME[name]
         if declared.name in values:
-            raise ValueError(f"{label(name)}: given twice, under two names")
+            raise ValueError(f"{label}: given twice, under two names")
         replaced = declared.name in known
-        values[declared.name] = known[declared.name] if replaced else convert(declared, raw, label(name))
+        values[declared.name] = known[declared.name] if replaced else convert(declared, raw, label)
     return values
 
 
-def _unknown_setting(name: str, source: str, label: Any) -> str:
+def _unknown(noun: str, name: str, spell: Callable[[str], str], known: Iterable[str]) -> str:
     """Say what to do about a name that is no setting's."""
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     if flag in _NOT_TAKEN:
         return f"not accepted: {_NOT_TAKEN[flag]}; leave it out"
     if flag in _ELSEWHERE:
-        ours = re.sub("--([a-z-]+)", lambda found: found[1].replace("-", "_"), _ELSEWHERE[flag])
-        return f"unknown setting; here it is {ours}"
-    close = label(nearest(name, _BY_NAME)).removeprefix(f"{source}: ")
-    return f"unknown setting; the nearest known one is {close}"
+        ours = re.sub("--([a-z-]+)", lambda match: spell(match[1].replace("-", "_")), _ELSEWHERE[flag])
+        return f"unknown {noun}; here it is {ours}"
+    (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"unknown {noun}; the nearest known one is {spell(nearest)}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -181,26 +185,14 @@ def own_options(
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = _parser().parse_known_args(argv)
+    if unknown and not unknown[0].startswith("-"):
+        raise ValueError(f"unexpected argument {unknown[0]!r}: settings are given as --name value")
     if unknown:
-        raise ValueError(_unknown_argument(unknown[0], [*_flags(SETTINGS.values()), "--config", "--help"]))
+        flag = unknown[0].split("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        raise ValueError(f"{flag}: {_unknown('flag', name, flag_of, [*_BY_NAME, 'config', 'help'])}")
     return namespace
-
-
-def _unknown_argument(argument: str, known: Sequence[str]) -> str:
-    if not argument.startswith("-"):
-        return f"unexpected argument {argument!r}: settings are given as --name value"
-    flag = argument.split("=")[0]
-    if flag in _NOT_TAKEN:
-        return f"{flag}: not accepted: {_NOT_TAKEN[flag]}; leave it out"
-    if flag in _ELSEWHERE:
-        return f"{flag}: unknown flag; here it is {_ELSEWHERE[flag]}"
-    return f"{flag}: unknown flag; the nearest known one is {nearest(flag, known)}"
-
-
-def _flags(settings: Iterable[Setting]) -> list[str]:
-    return [flag for declared in settings for flag in declared.flags]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,10 +204,8 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, `name: value` a line.")
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups = {group: parser.add_argument_group(group) for group in GROUPS}
     for declared in SETTINGS.values():
-        if declared.group not in groups:
-            groups[declared.group] = parser.add_argument_group(declared.group)
         shape, help = _shape(declared), declared.help.replace("%", "%%")
         groups[declared.group].add_argument(*declared.flags, dest=declared.name, help=help, **shape)
     return parser

@@ -85,7 +85,7 @@ class Function(Strict):
     """What OpenAI's client made of the arguments; not read."""
 
 
-class ToolCall(Strict):
+class EarlierCall(Strict):
     index: int | None = None
     """Its number in a stream; not read."""
     id: Text | None = None
@@ -109,7 +109,7 @@ class Message(Strict):
     """Text, or parts that are joined as they are. Required, except with `tool_calls`."""
     name: Text | None = None
     """The speaker's name, if several share a role; left out if the chat template has no place for it."""
-    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[ListOf[EarlierCall], Field(max_length=MAX_PARTS)] | None = None
     """Calls that an assistant made; left out if the chat template has no place for them."""
     reasoning_content: Text | None = None
     """The assistant's reasoning, as in answers; many chat templates leave it out of earlier answers."""
@@ -150,7 +150,7 @@ class Message(Strict):
         return found
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: EarlierCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
 

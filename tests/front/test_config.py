@@ -27,7 +27,7 @@ from specserve.config.notes import Notes, log_notes
 from specserve.config.sampling import resolve_sampling
 from specserve.config.speculation import pool_size, resolve_speculation
 from specserve.methods import JOIN
-from specserve.tools.reference.settings import settings_reference
+from specserve.tools.reference import settings_reference
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(

@@ -1,30 +1,57 @@
-"""The generated pages name all settings and classes, and every field of a request is described there."""
+"""The generated pages name all settings, classes and fields of requests, each with its meaning."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from unittest.mock import patch
 
 from specserve.config.settings import SETTINGS
 from specserve.frontend.fields import ByType, Refusal, Strict
 from specserve.server.protocol import Count
-from specserve.tools.reference.__main__ import PAGES, main
-from specserve.tools.reference.http import REQUESTS, fields
+from specserve.tools.reference import CLASSES, PAGES, main
 
 
 def test_pages(tmp_path: Path) -> None:
     with patch("sys.argv", ["reference", str(tmp_path / "docs")]):
         main()
     settings, http, python = ((tmp_path / "docs" / name).read_text() for name in PAGES)
-    assert all(f"| `{declared.flag}`" in settings for declared in SETTINGS.values())
-    assert "| `messages[].role` |" in http
-    assert all(f"## {name}" in python for name in ("LLM", "AsyncLLM", "SamplingParams"))
+    for declared in SETTINGS.values():
+        assert f"| `{declared.flag}`" in settings
+        assert f" | {declared.help} |" in settings
+    assert all(f"class {each.__name__}" in python for each in CLASSES)
+    assert "get_default_sampling_params" in python
+    described = json.loads(http)
+    assert described["paths"].keys() >= {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"}
+    requests = list(asked(described))
+    assert len(requests) >= 8
+    found = {path: field for request in requests for path, field in fields(described, request, "")}
+    assert "messages[].role" in found
+    assert not [path for path, field in found.items() if not field.get("description")]
 
 
-def test_every_field_has_a_meaning() -> None:
-    found = {field.path: field.description for model in REQUESTS.values() for field in fields(model)}
-    assert not [path for path, description in found.items() if not description]
+def asked(described: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schemas of the requests' bodies."""
+    for route in described["paths"].values():
+        body = route.get("post", {}).get("requestBody")
+        if body:
+            yield from (content["schema"] for content in body["content"].values())
+
+
+def fields(root: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields of a schema and of the objects in it, by path."""
+    if "$ref" in schema:
+        schema = root["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+    for part in schema.get("anyOf", schema.get("oneOf", ())):
+        yield from fields(root, part, path)
+    if "items" in schema:
+        yield from fields(root, schema["items"], f"{path}[]")
+    for name, field in schema.get("properties", {}).items():
+        inner = f"{path}.{name}" if path else name
+        yield inner, field
+        yield from fields(root, field, inner)
 
 
 class Inner(Strict):
@@ -52,20 +79,18 @@ class Outer(Strict):
     on: bool = True
 
 
-def test_rows_of_a_model() -> None:
-    found = fields(Outer)
-    assert [field.row for field in found if not field.refused] == [
-        "| `many` | list of object | **required** | Each of them. |",
-        '| `many[].kind` | `"a"`, `"b"` | "a" |  |',
-        "| `one` | object | not set |  |",
-        '| `one.type` | `"a"`, `"b"` | **required** |  |',
-        "| `one.text` | text | not set |  |",
-        '| `one.type` | `"c"` | "c" |  |',
-        "| `one.name` | text | **required** |  |",
-        "| `count` | integer from 1 | not set |  |",
-        "| `on` | boolean | true |  |",
+def test_the_schema_of_a_model() -> None:
+    schema = Outer.model_json_schema(ref_template="#/components/schemas/{model}")
+    found = list(fields({"components": {"schemas": schema["$defs"]}}, schema, ""))
+    assert schema["required"] == ["many"]
+    assert [path for path, _ in found] == [
+        *("many", "many[].kind", "many[].gone", "one"),
+        *("one.type", "one.text", "one.type", "one.text", "one.name", "count", "on", "never"),
     ]
-    assert [field.refused_row for field in found if field.refused] == [
-        "| `many[].gone` | `null`, `false` | it is gone |",
-        "| `never` | `null` | not here |",
-    ]
+    by_path = dict(found)
+    assert by_path["many"]["description"] == "Each of them."
+    assert by_path["many[].kind"]["enum"] == ["a", "b"]
+    assert by_path["many[].gone"] == {"description": "Not supported: it is gone", "enum": [None, False]}
+    assert by_path["never"] == {"description": "Not supported: not here", "enum": [None]}
+    assert by_path["count"]["anyOf"][0] == {"type": "integer", "minimum": 1}
+    assert by_path["on"]["default"] is True

@@ -61,7 +61,7 @@ class ThinkingBlock(_Block):
     """Changes nothing."""
 
 
-class ToolUse(_Block):
+class EarlierToolUse(_Block):
     type: Literal["tool_use"]
     """A call."""
     id: Text
@@ -83,7 +83,7 @@ class ToolResult(_Block):
     """Changes nothing: chat templates have no place for it, and the model reads only the result's text."""
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUse | ToolResult, ByType()]
+Block = Annotated[TextBlock | ThinkingBlock | EarlierToolUse | ToolResult, ByType()]
 
 
 class InputMessage(Strict):

@@ -99,14 +99,14 @@ class CallOutput(_Call):
     """The called tool's result."""
 
 
-class ReasoningItem(_Item):
+class EarlierReasoning(_Item):
     type: Literal["reasoning"]
     """Reasoning of the assistant."""
     content: Annotated[ListOf[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     """Parts that are joined as they are."""
 
 
-Item = MessageItem | FunctionCall | CustomCall | CallOutput | ReasoningItem
+Item = MessageItem | FunctionCall | CustomCall | CallOutput | EarlierReasoning
 InputItem = Annotated[Item, ByType(default="message")]
 
 
@@ -297,7 +297,7 @@ def _add(chat: Translation, name: str, item: Item) -> None:
             if last is None or (last["content"] and not last.get("tool_calls")):
                 chat.add("assistant", name, content="")
             chat.messages[-1]["content"] += _joined(item.content)
-        case ReasoningItem() if thought := _joined(item.content or ()):
+        case EarlierReasoning() if thought := _joined(item.content or ()):
             if last is None or last["content"] or last.get("tool_calls"):
                 path = chat.add("assistant", name, content="")
                 chat.names[f"{path}.reasoning_content"] = f"{name}.content"

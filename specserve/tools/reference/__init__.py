@@ -1,1 +1,0 @@
-"""Write the pages of docs/ that are generated from the code: ``python -m specserve.tools.reference``."""
