@@ -256,7 +256,7 @@ def test_masked_steps_are_graphs_and_change_no_text(
             runner = Runner(scheduler.runner.context, captured.steps, in_parts=captured.in_parts)
             runner.masks, scheduler.runner = scheduler.runner.masks, runner
             assert [each.token_ids for each in llm.generate(prompts, params)] == expected
-    assert runner.eager_steps == 0
+    assert runner.report().eager_steps == 0
     assert captured.parted
     for parted in captured.parted.values():
         assert parted is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -186,6 +187,16 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What is known behind the runner. ``eager_steps``: steps without a graph, on an engine that has graphs.
+    ``drafter``: its name, None without one. ``sources``: the names of the sources of its trees."""
+
+    eager_steps: int
+    drafter: str | None
+    sources: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class _Begun:
     """A masked step whose target is running. ``finish`` takes the masks, in pinned memory if ``pinned``."""
 
@@ -196,8 +207,8 @@ class _Begun:
 
 
 class Runner:
-    """The only access to the device while serving. Commands are queued in order; state and cache change in that
-    order."""
+    """The only access to the device while serving, for reads too. Commands are queued in order; state and cache change
+    in that order."""
 
     def __init__(
         self,
@@ -211,12 +222,20 @@ class Runner:
         parts. All others run eagerly. ``capture_next`` captures one more step, if one was left for idle times."""
         self.context = context
         self.capture_next = capture_next
-        self.eager_steps = 0  # steps without a graph, on an engine that has graphs
+        self._eager_steps = 0
         self._graphs = graphs
         self._prompts = prompts or {}
         self._in_parts = in_parts
         self._begun: _Begun | None = None
         self.masks = Masks()
+
+    def report(self) -> Report:
+        drafter = self.context.drafter
+        return Report(self._eager_steps, drafter.name or None, drafter.needs.sources)
+
+    def compile(self, grammar: str) -> Future[object] | None:
+        """Begin to compile a grammar, so that a request with it can be admitted; None if there are no grammars."""
+        return None if self.masks.grammars is None else self.masks.grammars.compile(grammar)
 
     @torch.inference_mode()
     def warm_up(self, most: int) -> None:
@@ -313,7 +332,7 @@ class Runner:
         if (graph := self._graphs.get(shape)) is not None:
             result = graph.replay(slots)
         else:
-            self.eager_steps += bool(self._graphs)
+            self._eager_steps += bool(self._graphs)
             result = step(self.context, self._view(rows, self._tensor(slots)), shape)
         return self._stepped(rows, result, stopwatch)
 
@@ -328,7 +347,7 @@ class Runner:
             graph.verify()
             finish = graph.settle
         else:
-            self.eager_steps += bool(self._graphs)
+            self._eager_steps += bool(self._graphs)
             drafted = draft(self.context, self._view(rows, self._tensor(slots)), shape)
             nodes = NodesOnHost(drafted.tree)
             finish = partial(settle, self.context, verify(self.context, drafted))

@@ -19,9 +19,7 @@ class PageAllocator:
         self._free = array("q", range(num_pages - 1, 0, -1))
         self._cached: set[int] = set()
         self.idle = 0  # pages whose only owner is the prefix tree
-        self.joined = 0  # counts every time a page became both in use and owned by the prefix tree
-        self._watched: set[int] = set()
-        self._idled: list[int] = []  # watched pages that were released since ``take_idled``
+        self.changes = 0  # times that a page became available, or both cached and in use
 
     @property
     def capacity(self) -> int:
@@ -45,7 +43,7 @@ class PageAllocator:
             assert self._references[page] > 0, f"page {page} is free and cannot be shared"
             if self._references[page] == 1 and page in self._cached:
                 self.idle -= 1
-                self.joined += 1
+                self.changes += 1
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -55,34 +53,26 @@ class PageAllocator:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+                self.changes += 1
             elif self._references[page] == 1 and page in self._cached:
                 self.idle += 1
-                if page in self._watched:
-                    self._watched.remove(page)
-                    self._idled.append(page)
+                self.changes += 1
 
     def adopt(self, pages: Iterable[int]) -> None:
         """Make the prefix tree an owner of pages that a request holds."""
         for page in pages:
             self.share([page])
             self._cached.add(page)
-            self.joined += 1
+            self.changes += 1
 
     def disown(self, pages: Iterable[int]) -> None:
         """End the prefix tree's ownership."""
         for page in pages:
-            self.idle -= self._references[page] == 1
             self._cached.remove(page)
-            self.release([page])
-
-    def watch(self, page: int) -> None:
-        """Report once, through ``take_idled``, when the last user of a cached page has released it."""
-        self._watched.add(page)
-
-    def take_idled(self) -> list[int]:
-        """Return the watched pages that were released since the last call."""
-        idled, self._idled = self._idled, []
-        return idled
+            if self._references[page] == 1:
+                self.idle -= 1
+                self._free.append(page)
+            self._references[page] -= 1
 
     def references(self, page: int) -> int:
         return self._references[page]

@@ -23,7 +23,7 @@ class _Node:
     parent: _Node | None
     used: int = 0
     children: dict[Key, _Node] = field(default_factory=dict)  # by the first page's tokens
-    queued: bool = False  # for eviction: in ``_oldest`` or ``_busy``
+    queued: bool = False  # for eviction
 
 
 class RadixCache:
@@ -34,10 +34,9 @@ class RadixCache:
         self._page_size = page_size
         self._root = _Node([], [], None)
         self._clock = 0
-        # Every leaf is in exactly one of these. Its queued last use may be outdated, and it may have children by now:
+        # A heap of last use, last page, leaf. A queued last use may be outdated, and the leaf may have children by now:
         # eviction corrects that when it pops the leaf, so that lookups and inserts need not keep the order.
-        self._oldest: list[tuple[int, int, _Node]] = []  # heap of last use, last page, leaf
-        self._busy: dict[int, _Node] = {}  # by last page: leaves that were in use when popped
+        self._oldest: list[tuple[int, int, _Node]] = []
         self.num_pages = 0
 
     def match(self, tokens: Sequence[int]) -> list[int]:
@@ -64,20 +63,18 @@ class RadixCache:
             self.num_pages += len(leaf.pages)
 
     def evict(self, count: int) -> int:
-        """Free at least ``count`` pages that only the tree owns, if there are that many, least recently used first.
-        Return how many were freed."""
-        for page in self._allocator.take_idled():
-            self._queue(self._busy.pop(page))
-        freed = 0
-        while self._oldest and freed < count:
+        """Free at least ``count`` pages that only the tree owns, if there are that many, least recently used first; a
+        leaf that a request uses counts as used now. Return how many were freed."""
+        freed, now = 0, self._tick()
+        while self._oldest and freed < count and self._oldest[0][0] < now:
             used, page, leaf = heapq.heappop(self._oldest)
             if leaf.children:
                 leaf.queued = False  # until it is a leaf again
             elif used < leaf.used:
                 self._queue(leaf)
             elif not self._only_ours(page):
-                self._busy[page] = leaf
-                self._allocator.watch(page)
+                leaf.used = self._tick()
+                self._queue(leaf)
             else:
                 freed += self._drop_tail(leaf, count - freed)
         return freed

@@ -48,18 +48,10 @@ class Memory:
         """Pages that are free, or cached and not in use."""
         return self.allocator.free + self.allocator.idle
 
-    def shortage(self, request: Request, tokens: int) -> int:
-        """Return how many pages are missing for the request to hold ``tokens``."""
-        return self.pages_for(tokens) - len(request.pages) - self.available
-
     @property
-    def prospect(self) -> int:
-        """A bound for retrying a waiting request: one that lacks n pages still lacks some until this has grown by n.
-
-        A shortage shrinks only when pages become available, or when pages of the request's own tokens, which it would
-        share, become both cached and in use. Idle cached pages already count as available.
-        """
-        return self.available + self.allocator.joined
+    def changes(self) -> int:
+        """A count of events after which a request that did not fit may fit: pages were freed, or cached."""
+        return self.allocator.changes
 
     def prepare(self, needs: Iterable[tuple[Request, int]]) -> bool:
         """Free pages for many requests in one eviction; each is given with the number of tokens that ``grow`` will make

@@ -96,8 +96,7 @@ class Scheduler:
         self._prefilled = False  # the last launch was of prompts
         self._begun = 0  # requests whose prompts were completed since the last step
         self._outbox: list[Tokens | Failed] = []
-        self._refused: Request | None = None  # the queue's head when it last did not fit
-        self._enough = 0  # ``Memory.prospect`` from which it may fit
+        self._refused: tuple[Request, int] | None = None  # the head that did not fit, and ``Memory.changes``
         self._backoff = OOMBackoff(limits.max_running_requests, limits.chunked_prefill_size)
         self._constraints = Constraints(runner.masks)
         self._counters = Counters()
@@ -112,8 +111,8 @@ class Scheduler:
     def submit(self, message: Submit) -> None:
         """Queue a request; ``run_once`` returns a refusal."""
         grammar = message.params.grammar
-        if grammar is not None and (grammars := self.runner.masks.grammars) is not None:
-            self._compiling.add(message, grammars.compile(grammar))
+        if grammar is not None and (compilation := self.runner.compile(grammar)) is not None:
+            self._compiling.add(message, compilation)
         else:
             self._enqueue(message, time.monotonic())
 
@@ -180,7 +179,7 @@ class Scheduler:
         return outbox
 
     def stats(self) -> Stats:
-        memory = self.memory
+        memory, report = self.memory, self.runner.report()
         return self._counters.stats(
             running=len(self.running),
             waiting=len(self.waiting) + len(self._compiling),
@@ -189,12 +188,8 @@ class Scheduler:
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
             pages_idle=memory.allocator.idle,
             late_kernels=WATCH.late,
-            eager_steps=self.runner.eager_steps,
-            step_totals=self._step_counters.totals(
-                self.runner.context.drafter.name or None,
-                self.runner.context.drafter.needs.sources,
-                self.policy.cost,
-            ),
+            eager_steps=report.eager_steps,
+            step_totals=self._step_counters.totals(report.drafter, report.sources, self.policy.cost),
         )
 
     def close(self) -> None:
@@ -211,7 +206,7 @@ class Scheduler:
         """Give slots and pages to waiting requests by rank, as long as both last."""
         while self.waiting and self._free_slots:
             request = self.waiting.head
-            if self.running and self._refused is request and self.memory.prospect < self._enough:
+            if self.running and self._refused == (request, self.memory.changes):
                 return  # matching a long prompt takes milliseconds
             context = request.tokens
             cached = self.memory.take_prefix(request, request.reusable)
@@ -220,9 +215,8 @@ class Scheduler:
             tokens = len(context) + 1 + headroom
             if self.memory.grow(request, tokens) is None:
                 assert self.running, "an admitted request fits an empty pool"
-                shortage = self.memory.shortage(request, tokens)
                 self.memory.release(request)
-                self._refused, self._enough = request, self.memory.prospect + shortage
+                self._refused = request, self.memory.changes
                 return
             self.waiting.take(request.rid)
             self._refused = None
