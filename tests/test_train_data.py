@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specserve.tools.train.chat import Encoder
 from specserve.tools.train.data import load_sources, load_tokens
+from specserve.tools.train.heads import draft_vocabulary, membership, offsets
 from specserve.tools.train.packing import Documents, RowSampler, identity, pack
-from specserve.tools.train.vocab import draft_vocabulary, membership, offsets
 from tests.train_models import tiny_documents, tiny_rows
 
 CHATML = (

@@ -22,16 +22,21 @@ from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train import export
 from specserve.tools.train.block import BlockTrainer, block_trainer
 from specserve.tools.train.cli import parse_args
-from specserve.tools.train.eagle import EagleTrainer, eagle_files, make_eagle
-from specserve.tools.train.eagle3 import Eagle3Trainer, eagle3_files, make_eagle3
+from specserve.tools.train.eagle import (
+    Eagle3Trainer,
+    EagleTrainer,
+    eagle3_files,
+    eagle_files,
+    make_eagle,
+    make_eagle3,
+)
 from specserve.tools.train.heads import HeadOptions
-from specserve.tools.train.level import Level, Levels
+from specserve.tools.train.levels import Level, Levels, Windows
 from specserve.tools.train.loop import Loop, LoopConfig
 from specserve.tools.train.optim import build_optimizers, rate
 from specserve.tools.train.packing import RowSampler
 from specserve.tools.train.report import CHAIN, Acceptance, doubts, measure, table
 from specserve.tools.train.target import run_target
-from specserve.tools.train.windows import Windows
 from tests.train_models import opened_batch, outlying_target, tiny_batch, tiny_rows, tiny_target
 
 TAPS = (0, 2, 4)

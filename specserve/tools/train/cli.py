@@ -41,82 +41,72 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_main(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model and data")
-    group.add_argument("--algorithm", choices=DRAFTS, required=True, help="the kind of draft")
-    group.add_argument("--model-path", type=Path, required=True, help="the target, a Hugging Face directory")
-    group.add_argument(
+    add = parser.add_argument_group("model and data").add_argument
+    add("--algorithm", choices=DRAFTS, required=True, help="the kind of draft")
+    add("--model-path", type=Path, required=True, help="the target, a Hugging Face directory")
+    add(
         "--data", type=Path, nargs="+", required=True, help=".jsonl (messages, conversations or text) or .npz"
     )
-    group.add_argument("--heldout", type=Path, nargs="+", help="data for the report (default: 2%% of --data)")
-    group.add_argument("--shares", type=float, nargs="+", help="share of each source (default: by size)")
-    group.add_argument(
-        "--output", type=Path, required=True, help="directory of the draft, checkpoint and log"
-    )
-    group.add_argument("--format", choices=FORMATS, default="safetensors", help="of the draft's weights")
-    group.add_argument(
+    add("--heldout", type=Path, nargs="+", help="data for the report (default: 2%% of --data)")
+    add("--shares", type=float, nargs="+", help="share of each source (default: by size)")
+    add("--output", type=Path, required=True, help="directory of the draft, checkpoint and log")
+    add("--format", choices=FORMATS, default="safetensors", help="of the draft's weights")
+    add(
         "--export-dtype",
         choices=("bfloat16", "float16", "float32"),
         default="bfloat16",
         help="of the draft's weights",
     )
-    group.add_argument("--restart", action="store_true", help="start over even if --output has a checkpoint")
-    group.add_argument(
+    add("--restart", action="store_true", help="start over even if --output has a checkpoint")
+    add(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="such as cuda:1; a GPU is taken if there is one",
     )
-    group.add_argument(
+    add(
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
         help="the target's; auto: bfloat16 on a GPU, else float32",
     )
-    group.add_argument("--compile", action="store_true", help="torch.compile: faster steps, a slow first one")
-    group.add_argument("--dense-attention", action="store_true", help="no flash attention (slower)")
-    group.add_argument("--report-rows", type=positive, default=256, help="maximum held-out rows of a source")
+    add("--compile", action="store_true", help="torch.compile: faster steps, a slow first one")
+    add("--dense-attention", action="store_true", help="no flash attention (slower)")
+    add("--report-rows", type=positive, default=256, help="maximum held-out rows of a source")
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("schedule")
-    group.add_argument(
-        "--epochs", type=float, help="passes over the data (default: 10 without another limit)"
-    )
-    group.add_argument("--steps", type=positive, help="steps of the run (default: those of --epochs)")
-    group.add_argument(
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=float, help="passes over the data (default: 10 without another limit)")
+    add("--steps", type=positive, help="steps of the run (default: those of --epochs)")
+    add(
         "--time-limit",
         type=float,
         help="seconds after the first step; the learning rate falls by the clock, so the run ends annealed",
     )
-    group.add_argument(
-        "--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut"
-    )
-    group.add_argument(
-        "--batch-tokens", type=positive, help="tokens in one forward (default: 8192, on a CPU 2048)"
-    )
-    group.add_argument("--accumulate", type=positive, default=1, help="batches per step")
-    group.add_argument(
+    add("--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut")
+    add("--batch-tokens", type=positive, help="tokens in one forward (default: 8192, on a CPU 2048)")
+    add("--accumulate", type=positive, default=1, help="batches per step")
+    add(
         "--optimizer",
         choices=OPTIMIZERS,
         default="adamw",
         help="muon: AdamW for all but the layers' matrices",
     )
-    group.add_argument("--lr", type=float, default=1e-4, help="highest learning rate")
-    group.add_argument("--weight-decay", type=float, default=0.0, help="of matrices")
-    group.add_argument(
+    add("--lr", type=float, default=1e-4, help="highest learning rate")
+    add("--weight-decay", type=float, default=0.0, help="of matrices")
+    add(
         "--warmup",
         type=int,
         help="steps in which the learning rate rises (default: 100, at most a tenth of the run)",
     )
-    group.add_argument(
-        "--schedule", choices=sorted(SCHEDULES), default="cosine", help="how the learning rate falls"
-    )
-    group.add_argument("--clip", type=float, default=0.5, help="largest gradient norm")
-    group.add_argument("--seed", type=int, default=0, help="of all random choices")
-    group.add_argument("--log-every", type=positive, default=10, help="steps between lines of the log")
-    group.add_argument("--save-every", type=float, default=300.0, help="seconds between checkpoints")
+    add("--schedule", choices=sorted(SCHEDULES), default="cosine", help="how the learning rate falls")
+    add("--clip", type=float, default=0.5, help="largest gradient norm")
+    add("--seed", type=int, default=0, help="of all random choices")
+    add("--log-every", type=positive, default=10, help="steps between lines of the log")
+    add("--save-every", type=float, default=300.0, help="seconds between checkpoints")
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the draft")
+    add = parser.add_argument_group("the draft").add_argument
     for option in OPTIONS:
-        group.add_argument(option.flag, **option.arguments)
+        add(option.flag, **option.arguments)

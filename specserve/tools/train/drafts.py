@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.block import block_files, block_trainer
-from specserve.tools.train.eagle import eagle_files, eagle_trainer
-from specserve.tools.train.eagle3 import eagle3_files, eagle3_trainer
+from specserve.tools.train.eagle import eagle3_files, eagle3_trainer, eagle_files, eagle_trainer
 from specserve.tools.train.export import Files
 from specserve.tools.train.last_state import (
     medusa_files,

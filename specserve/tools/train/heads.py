@@ -1,10 +1,14 @@
-"""What fresh drafts with layers like their target's share."""
+"""What fresh drafts share: layers like their target's, the scale of scores, and the draft vocabulary."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +16,7 @@ from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
 from specserve.models.draft.base import DraftConfig
+from specserve.tools.train.packing import Documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +76,44 @@ def spread(rows_VH: Tensor) -> Tensor:
     square). It is 4 to 6 for many targets, so a fresh draft would be sure of random tokens."""
     deviation: Tensor = torch.linalg.vector_norm(rows_VH, dim=1).median()
     return deviation
+
+
+def draft_vocabulary(sources: Sequence[Documents], vocab_size: int, size: int) -> Tensor:
+    """Return the ``size`` most frequent learned tokens, ascending, int64. Ties and gaps go to the lowest ids."""
+    if not 0 < size <= vocab_size:
+        raise ValueError(f"--draft-vocab-size must be in [1, {vocab_size}], found {size}")
+    counts = _count([np.asarray(each.tokens)[np.asarray(each.mask, bool)] for each in sources], vocab_size)
+    chosen = np.argsort(-counts, kind="stable")[:size]
+    return torch.from_numpy(np.sort(chosen))
+
+
+def unused_token(sources: Sequence[Documents], vocab_size: int) -> int:
+    """Return the last token that no text contains, to use as mask token. Raises ValueError if there is none."""
+    (unused,) = np.nonzero(_count([np.asarray(each.tokens) for each in sources], vocab_size) == 0)
+    if not len(unused):
+        raise ValueError(
+            "--mask-token: the data contain all tokens of the vocabulary; give one that is rare in texts"
+        )
+    return int(unused[-1])
+
+
+def _count(texts: Sequence[npt.NDArray[Any]], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Return how often each token occurs. Raises ValueError for one that the target lacks."""
+    counts = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        if len(text) and text.max() >= vocab_size:
+            raise ValueError(f"the data holds token {text.max()}, the target's vocabulary is {vocab_size}")
+        counts += np.bincount(text.astype(np.int64), minlength=vocab_size)
+    return counts
+
+
+def offsets(draft_ids: Tensor) -> Tensor:
+    """Return ``d2t`` of a published file, int64 ``[Vd]``: target id minus draft id."""
+    return draft_ids - torch.arange(len(draft_ids), device=draft_ids.device)
+
+
+def membership(draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return ``t2d`` of a published file, bool ``[V]``: which target tokens are in the draft vocabulary."""
+    inside = torch.zeros(vocab_size, dtype=torch.bool, device=draft_ids.device)
+    inside[draft_ids] = True
+    return inside

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specserve.tools.train.level import Levels
+from specserve.tools.train.levels import Levels
 from specserve.tools.train.packing import Batch, Rows, make_batch
 
 CHAIN = 5  # levels reported

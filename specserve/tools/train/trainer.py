@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from specserve.models.llama import LlamaModel
-from specserve.tools.train.level import Levels
+from specserve.tools.train.levels import Levels
 from specserve.tools.train.loop import Metrics
 from specserve.tools.train.packing import Batch
 from specserve.tools.train.target import TapSizes
