@@ -1,11 +1,7 @@
-"""The effect of every field of OpenAI's API: the table that ``test_conformance.py`` runs and docs/conformance.md shows.
-
-python -m tests.front.conformance > docs/conformance.md
-"""
+"""The effect of every field of OpenAI's API: the cases that ``test_conformance.py`` runs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -310,67 +306,6 @@ def predicted_in_part(seen: Seen) -> None:
 
 # The table.
 
-LABEL = "a label that changes no answer"
-HOW: dict[str, str] = {
-    "model": "a served name, with any organisation, in any case; otherwise 404",
-    "messages": "any number; a conversation that the chat template refuses is refused with the template's reason",
-    "messages[].role": "`developer` becomes `system`; `tool` answers a call of the message before it",
-    "messages[].content": "text or text parts",
-    "messages[].name": "left out if the chat template does not write names, and the log says so once",
-    "messages[].tool_calls": "left out if the chat template does not write calls, and the log says so once",
-    "messages[].tool_call_id": "names a call of the assistant's message before; one result for each of the first calls",
-    "prompt": "text, token ids, or a list of either",
-    "max_tokens": "in completions 0 runs only the prompt",
-    "max_completion_tokens": "the newer name of `max_tokens`; if both are given, they must be equal",
-    "temperature": "0 to 100; OpenAI's own limit is 2",
-    "top_p": "above 0, to 1",
-    "n": "1 to 128",
-    "best_of": "`n` to 128; the answer with the highest mean log-probability a token comes first; in a stream only `n`",
-    "stop": "one text or up to 16, also across tokens; not part of the answer",
-    "seed": "64 bits; the same text each time, with speculation or without",
-    "presence_penalty": "-2 to 2",
-    "frequency_penalty": "-2 to 2",
-    "logit_bias": "maps token ids to values from -100 to 100",
-    "logprobs": "raw log-softmax; completions: 0 to 20, chat: a boolean",
-    "top_logprobs": "0 to 20, with `logprobs: true`",
-    "echo": "with `logprobs` the prompt is scored; its first token gets `null`",
-    "stream": "server-sent events, which together give the whole answer",
-    "stream_options.include_usage": "a last chunk with the usage of all choices",
-    "stream_options.continuous_usage_stats": "each chunk has its choice's usage so far",
-    "response_format": "`text`, `json_object`, `json_schema`; schema keywords that can't be enforced are refused",
-    "user": LABEL,
-    "metadata": "labels that change no answer",
-    "safety_identifier": LABEL,
-    "prompt_cache_key": LABEL + "; prefixes are shared without it",
-    "tools": "functions, if the chat template has a place for them and the format of the model's calls is known",
-    "tool_choice": "`none` leaves tools out of the prompt; a grammar enforces `required` and chosen functions",
-    "parallel_tool_calls": "false: at most one call, enforced by a grammar",
-    "prediction": "text that is tried as drafts; it changes no answer",
-    "top_k": "0 and -1 are off",
-    "min_p": "0 to 1",
-    "repetition_penalty": "0.01 to 100",
-    "ignore_eos": "the end token does not end the answer",
-    "min_tokens": "nothing ends the answer earlier",
-    "stop_token_ids": "tokens that end the answer",
-    "skip_special_tokens": "`false` writes special tokens as text",
-    "include_stop_str_in_output": "the stop string or token is part of the text",
-    "priority": "vLLM's field: the lowest waiting request is served first",
-    "return_token_ids": "adds `prompt_token_ids`, and `token_ids` in each choice",
-    "reasoning_effort": "if the chat template reads it; `none` turns thinking off through `enable_thinking`",
-    "thinking_token_budget": "vLLM's field: most tokens of a thought; needs `--reasoning-parser`",
-    "reasoning_field": "vLLM's newer name of the answer's `reasoning_content`: `reasoning`",
-    "chat_template_kwargs": "variables that the template reads; others only as `false` or null; not the server's own",
-    "speculation": "for this request only; never changes the text",
-    "return_speculation": "adds `usage.speculation`",
-    "structured_outputs": "vLLM's field: `json`, `regex`, `choice`, `grammar` or `json_object`",
-    "guided_json": "vLLM's older name",
-    "guided_regex": "vLLM's older name",
-    "guided_choice": "vLLM's older name",
-    "guided_grammar": "vLLM's older name",
-    "json_schema": "SGLang's field: the schema as text",
-    "regex": "SGLang's field",
-    "ebnf": "SGLang's field",
-}
 NO_BEAMS = "there is no beam search"
 
 
@@ -606,79 +541,9 @@ CASES: list[Case] = [
     *honoured("return_speculation", drafted, True),
 ]  # fmt: skip
 
-
-# The page.
-
-HEAD = """# Conformance
-
-This page says what happens to each field of OpenAI's chat completions and completions, and to our own fields. A refused
-field gets 400 and the reason; null is the same as absent. [HTTP and Python API](api.md) describes the fields.
-
-The rows are the cases of `tests/front/conformance.py`. `tests/front/test_conformance.py` sends each case with OpenAI's
-Python client, synchronous and asynchronous, as a whole answer and as a stream, to the bundled model under EAGLE-3
-speculation. The test fails if this page does not match the cases, or if the client's request types have a field that is
-not listed here.
-
-*With a flag* means that the server here runs without the flag; `tests/front/test_called.py` has servers with it.
-
-| field | chat | completions | how | tested as honoured | tested as refused |
-|---|---|---|---|---|---|
-"""
 REFUSALS: dict[str, Refusal] = {
     **{f"messages[].{name}": refusal for name, refusal in Message.refused.items()},
     **{f"stream_options.{name}": refusal for name, refusal in StreamOptions.refused.items()},
     **CompletionRequest.refused,
     **ChatRequest.refused,
 }
-
-
-def page() -> str:
-    return HEAD + "".join(_line(name) for name in dict.fromkeys(case.field for case in CASES))
-
-
-def _line(name: str) -> str:
-    cases = [case for case in CASES if case.field == name]
-    how = REFUSALS[name].reason if name in REFUSALS else HOW[name]
-    honoured, refused = (
-        ", ".join(dict.fromkeys(_shown(case) for case in cases if bool(case.check) == wanted))
-        for wanted in (True, False)
-    )
-    return f"| `{name}` | {_verdict(name, CHAT)} | {_verdict(name, COMPLETIONS)} | {how} | {honoured} | {refused} |\n"
-
-
-def _verdict(name: str, route: str) -> str:
-    """Of a refused field the values that ask for nothing are taken."""
-    cases = [case for case in CASES if case.field == name and route in case.routes]
-    if not cases:
-        return ""
-    if name in REFUSALS:
-        return "refused"
-    return "honoured" if any(case.check for case in cases) else "with a flag"
-
-
-def _shown(case: Case) -> str:
-    """The field's value, with what else the case sends."""
-    given = dict(case.given)
-    if case.field.startswith("messages"):
-        given = {"": _part(case.field.partition(".")[2], given["messages"])}
-    elif set(given) == {case.field}:
-        given = {"": given[case.field]}
-    text = ", ".join(f"{name}: {_json(value)}" if name else _json(value) for name, value in given.items())
-    return f"`{text}`" if text else ""
-
-
-def _part(field: str, messages: list[dict[str, Any]]) -> Any:
-    """What a case about messages is about."""
-    if not field:
-        return messages
-    ours = [message for message in messages if message is not ASKED and field in message]
-    return ours[-1][field]
-
-
-def _json(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -22,10 +22,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from specserve.server import schema
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
-from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, Case, page
+from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, REFUSALS, Case
 from tests.front.live import Live, live
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
 FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "float32"]
 FLAGS += ["--max-running-requests", "16"]  # all cases are asked at once
@@ -334,8 +334,14 @@ def test_no_field_is_missing() -> None:
     assert tested == parts
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.front.conformance > docs/conformance.md"
+def test_the_page_names_every_field() -> None:
+    """Those that are always refused in a paragraph that says so, and no other field there."""
+    page = PAGE.read_text()
+    refusals = " ".join(part for part in page.split("\n\n") if part.startswith("Refused unless "))
+    said, named = (set(re.findall(r"`([a-z_.]+)", text)) for text in (refusals, page))
+    fields = {case.field.removeprefix("messages[]."): case.field in REFUSALS for case in CASES}
+    assert {name.split(".")[-1] for name in fields} <= {part for name in named for part in name.split(".")}
+    assert {name for name, refused in fields.items() if refused} == said & {*fields}
 
 
 def test_other_routes(client: openai.OpenAI, server: Live) -> None:
