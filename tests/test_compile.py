@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import torch
 from specserve_kernels import FP8, Packed
 from specserve_kernels.ops.device import H200
-from specserve_kernels.ops.linear import hopper, packed, streamed
+from specserve_kernels.ops.linear import choose, packed, streamed
 from torch import Tensor
 
 from specserve.compile import main
@@ -173,12 +173,12 @@ def test_the_dry_run_multiplies_as_any_prompt_does(
 
     def launch(tokens: int) -> object:
         few = streamed.block_of(weight, tokens) if tokens <= 16 else None
-        if packed.specializes(weight, tokens, packed.share_of(weight, gated)):
+        if choose.for_packed(weight, tokens, packed.share_of(weight, gated)) == "specialized":
             return few, tokens <= 32
         converted = weight.bits == 4 and tokens >= packed.CONVERT_FROM
-        return few, converted, packed.pipeline(weight, tokens, gated, H200)
+        return few, converted, packed.launch_config(weight, tokens, gated, H200)
 
-    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    monkeypatch.setattr(choose, "INTERPRETED", False)
     assert {launch(tokens) for tokens in range(1, 8193)} == {launch(t) for t in (*PROMPT_TOKENS, 8192)}
 
 

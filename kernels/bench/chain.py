@@ -27,7 +27,7 @@ from specserve_kernels import Packed, Rounded, pack
 from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
-from specserve_kernels.ops.linear import linear, swap_ab
+from specserve_kernels.ops.linear import linear
 from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from torch import Tensor
 
@@ -162,8 +162,7 @@ class Variant:
             if not self.overlaps:
                 stack.enter_context(one_by_one())
             if not self.served:
-                for module in (linear, swap_ab):
-                    stack.enter_context(mock.patch.object(module, "serves", return_value=False))
+                stack.enter_context(mock.patch.object(linear, "for_plain", return_value="cublas"))
             yield
 
 

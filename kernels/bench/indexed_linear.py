@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from layers import draw, graph_seconds
 from specserve_kernels.ops.linear import indexed as indexed_linear
-from specserve_kernels.ops.linear.indexed import Pipeline
+from specserve_kernels.ops.linear.choose import LaunchConfig
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
@@ -86,12 +86,12 @@ def line(rows: int, tokens: int, ours: float, copied: float, full: float) -> str
     return f"{rows:>6} {tokens:>4} {times} {ratios} {2 * rows * HIDDEN / ours / 1e12:>6.2f}"
 
 
-def swept(x: Tensor, heads: list[Head], once: bool) -> list[tuple[float, Pipeline]]:
+def swept(x: Tensor, heads: list[Head], once: bool) -> list[tuple[float, LaunchConfig]]:
     """The pipelines that fit, the fastest first."""
     found = []
     for rows, step, stages, warps in PIPELINES:
-        block = Pipeline(16 if len(x) <= 16 else 32, rows, step, stages, warps)
-        with mock.patch.object(indexed_linear, "pipeline", return_value=block):
+        block = LaunchConfig(16 if len(x) <= 16 else 32, rows, step, stages, warps)
+        with mock.patch.object(indexed_linear, "launch_config", return_value=block):
             try:
                 check(x, heads[0])
             except OutOfResources:

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from layers import draw, graph_seconds
 from specserve_kernels.ops.linear import linear
+from specserve_kernels.ops.linear.choose import LaunchConfig
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
@@ -31,8 +32,8 @@ SHAPES = {
 }
 TOKENS = (1, 4, 8, 16)
 SWEPT_TOKENS = (1, 8)
-PIPELINES = [(32, 128, 3), (32, 128, 5), (32, 256, 3), (32, 256, 4), (32, 256, 5), (32, 512, 3), (32, 512, 4)]
-PIPELINES += [(16, 256, 5), (16, 512, 4), (64, 128, 4)]
+LAUNCHES = [(32, 128, 3), (32, 128, 5), (32, 256, 3), (32, 256, 4), (32, 256, 5), (32, 512, 3), (32, 512, 4)]
+LAUNCHES += [(16, 256, 5), (16, 512, 4), (64, 128, 4)]
 WEIGHTS = 400 << 20  # bytes of distinct weights
 
 
@@ -47,16 +48,17 @@ def seconds(x: Tensor, weights: list[Tensor], library: bool = False) -> float:
     return graph_seconds([partial(call, x, weight) for weight in weights] * max(1, 16 // len(weights)), 7)
 
 
-def swept(x: Tensor, weights: list[Tensor], once: bool) -> list[tuple[float, tuple[int, int, int]]]:
-    """The pipelines that fit, the fastest first."""
+def swept(x: Tensor, weights: list[Tensor], once: bool) -> list[tuple[float, LaunchConfig]]:
+    """The launches that fit, the fastest first."""
     found = []
-    for pipeline in PIPELINES:
-        with mock.patch.object(linear, "pipeline", return_value=pipeline):
+    for outputs, step, stages in LAUNCHES:
+        launch = LaunchConfig(16, outputs, step, stages, 4)
+        with mock.patch.object(linear, "launch_config", return_value=launch):
             try:
                 check(x, weights[0])
             except OutOfResources:
                 continue
-            found.append((0.0 if once else seconds(x, weights) * 1e6, pipeline))
+            found.append((0.0 if once else seconds(x, weights) * 1e6, launch))
     return sorted(found)
 
 

@@ -26,10 +26,9 @@ from layers import copy_rate, draw, graph_seconds
 from linear import SHAPES, WEIGHTS
 from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
 from specserve_kernels.ops.linear import packed
-from specserve_kernels.ops.linear.packed import Pipeline, packed_linear, share_of
+from specserve_kernels.ops.linear.choose import LaunchConfig, for_packed
+from specserve_kernels.ops.linear.packed import packed_linear, share_of
 from specserve_kernels.ops.linear.quantize import round_inputs
-from specserve_kernels.ops.linear.specialized import specializes
-from specserve_kernels.ops.linear.streamed import streams
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
@@ -111,8 +110,8 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     return 1e6 * graph_seconds(calls * max(1, 16 // len(calls)), 7)
 
 
-def pipelines(weight: Packed, tokens: int, gated: bool) -> Iterator[tuple[Pipeline, int]]:
-    """Pipelines and numbers of ranges; programs share all ranges of a tile, or none."""
+def pipelines(weight: Packed, tokens: int, gated: bool) -> Iterator[tuple[LaunchConfig, int]]:
+    """Launches and numbers of ranges; programs share all ranges of a tile, or none."""
     columns = min(max(8, 1 << (tokens - 1).bit_length()), 128)
     steps = (weight.step,) if weight.values.dtype != FP8 or weight.grouped else (128, 256, 512)
     for width, outputs, step, stages, cut, warps in product(
@@ -120,7 +119,7 @@ def pipelines(weight: Packed, tokens: int, gated: bool) -> Iterator[tuple[Pipeli
     ):
         if warps == 8 and outputs == 64:
             continue
-        yield from ((Pipeline(width, outputs, step, stages, warps, parts), cut) for parts in {1, cut})
+        yield from ((LaunchConfig(width, outputs, step, stages, warps, parts), cut) for parts in {1, cut})
 
 
 def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
@@ -128,10 +127,9 @@ def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
     found = []
     for chosen, cut in pipelines(weights[0], x.unit_GT.shape[1], gated):
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(packed, "pipeline", return_value=chosen))
+            stack.enter_context(mock.patch.object(packed, "launch_config", return_value=chosen))
             stack.enter_context(mock.patch.object(packed, "ranges", return_value=cut))
-            for other in ("streams", "specializes"):
-                stack.enter_context(mock.patch.object(packed, other, return_value=False))
+            stack.enter_context(mock.patch.object(packed, "for_packed", return_value="packed"))
             try:
                 check(x, weights[0], gated)
             except OutOfResources:
@@ -149,9 +147,7 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
         x = draw(tokens, weights[0].inputs)
         row = f"{kind:<11}{name:<8} M={tokens:<4}"
         read = rounded(x, weights[0])
-        alone = streams(weights[0], tokens) or specializes(
-            weights[0], tokens, share_of(weights[0], gated=True)
-        )
+        alone = for_packed(weights[0], tokens, share_of(weights[0], gated=True)) != "packed"
         gated = name == "gate_up" and (args.sweep or not alone)
         if args.sweep:
             print(f"{row} {swept(read, weights, gated, args.once)}", flush=True)

@@ -21,8 +21,9 @@ from linear import SHAPES, WEIGHTS
 from specserve_kernels import Rounded, dequantize, quantize
 from specserve_kernels.ops.linear import integer as integer_linear
 from specserve_kernels.ops.linear import quantized as quantized_linear
+from specserve_kernels.ops.linear.choose import LaunchConfig
 from specserve_kernels.ops.linear.quantize import round_inputs
-from specserve_kernels.ops.linear.quantized import Pipeline
+from specserve_kernels.reference.linear.quantize import GROUP
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
@@ -37,10 +38,10 @@ Quantized = tuple[Tensor, Tensor]
 Inputs = Tensor | Rounded
 
 
-def pipelines(tokens: int) -> list[Pipeline]:
+def pipelines(tokens: int) -> list[LaunchConfig]:
     columns = min(max(8, 1 << (tokens - 1).bit_length()), 64)
     return [
-        Pipeline(columns, outputs, stages, 4 if outputs < 256 else 8, parts)
+        LaunchConfig(columns, outputs, GROUP, stages, 4 if outputs < 256 else 8, parts)
         for outputs, stages, parts in product(OUTPUTS, STAGES, PARTS)
     ]
 
@@ -76,7 +77,7 @@ def swept(kind: str, x: Tensor, weights: list[Quantized], once: bool) -> str:
     found, read = [], read_as(kind, x)
     module = integer_linear if kind == "int8" else quantized_linear
     for chosen in pipelines(len(x)):
-        with mock.patch.object(module, "pipeline", return_value=chosen):
+        with mock.patch.object(module, "launch_config", return_value=chosen):
             try:
                 check(read, weights[0])
             except OutOfResources:

@@ -14,7 +14,7 @@ from specserve_kernels.ops import device
 from specserve_kernels.ops.attention import prefill
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.device import H200, Limits, limits_of
-from specserve_kernels.ops.linear import linear, swap_ab
+from specserve_kernels.ops.linear import choose, linear
 
 A100, L4, RTX5090, T4 = Limits(108, 166_912), Limits(58, 101_376), Limits(170, 101_376), Limits(40, 65_536)
 CPU = torch.device("cpu")
@@ -49,7 +49,8 @@ def test_limits_of_a_device() -> None:
     ],
 )
 def test_linear(limits: Limits, outputs: int, chosen: tuple[int, int, int] | None) -> None:
-    assert linear.pipeline(outputs, limits) == chosen
+    launch = linear.launch_config(outputs, limits)
+    assert (launch and (launch.outputs, launch.inputs, launch.stages)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -64,15 +65,15 @@ def test_linear(limits: Limits, outputs: int, chosen: tuple[int, int, int] | Non
     ],
 )
 def test_swap_ab_linear(tokens: int, outputs: int, inputs: int, chosen: tuple[int, ...]) -> None:
-    assert swap_ab.pipeline(outputs, inputs, tokens, False, H200) == chosen
+    assert choose.swap_ab_config(outputs, inputs, tokens, False, H200)[:5] == chosen
     if tokens > 16:  # no two on one multiprocessor, but of more tokens
-        assert (2 * held(swap_ab.Pipeline(*chosen)) > H200.shared_bytes) == (tokens <= 64)
+        assert (2 * held(choose.LaunchConfig(*chosen)) > H200.shared_bytes) == (tokens <= 64)
     for shared in (H200.shared_bytes, 101_376):
-        block = swap_ab.pipeline(outputs, inputs, tokens, False, Limits(132, shared))
+        block = choose.swap_ab_config(outputs, inputs, tokens, False, Limits(132, shared))
         assert held(block) < shared
 
 
-def held(block: swap_ab.Pipeline) -> int:
+def held(block: choose.LaunchConfig) -> int:
     """Bytes of shared memory."""
     return 2 * block.stages * (block.tokens + block.outputs) * block.inputs
 
@@ -82,7 +83,8 @@ def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> Non
         x, weight = (
             torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
         )
-        return swap_ab.serves(x, weight, gated=outputs in (28672, 22528))
+        gated = outputs in (28672, 22528)
+        return choose.for_plain(x, weight, None, gated) == "swap_ab"
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
     assert not any(
@@ -105,8 +107,8 @@ def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(serves(32, *each) for each in ((37888, 3584), (10240, 8192), (16384, 2048), (512, 1024)))
     assert not serves(20, 4096, 100)  # rows that the copy engine can't read
     x = torch.empty(20, 4097, dtype=torch.bfloat16)
-    assert not swap_ab.serves(x[:, 1:], x, False)
-    monkeypatch.setattr(swap_ab, "capability_of", lambda _: (10, 0))
+    assert choose.for_plain(x[:, 1:], x, None, False) != "swap_ab"
+    monkeypatch.setattr(choose, "capability_of", lambda _: (10, 0))
     assert not serves(20, *qkv)
 
 

@@ -152,7 +152,7 @@ def test_shared_tiles(draw: Draw, parts: int, kept: str) -> None:
     """Also where the last program has fewer groups, or none, and of rows from the middle of a weight on."""
     weight, factor = quantize(draw(70, 7 * 128 + 24).float() / 30, torch.int8)
     factor = factor.contiguous() if kept == "rows" else factor
-    with patch.object(ops, "pipeline", return_value=ops.Pipeline(16, 32, 3, 4, parts)):
+    with patch.object(ops, "launch_config", return_value=ops.LaunchConfig(16, 32, ops.GROUP, 3, 4, parts)):
         for tokens in (1, 20):
             x = round_inputs(draw(tokens, 7 * 128 + 24), torch.int8)
             check(x, weight, factor, draw(70))
@@ -162,7 +162,7 @@ def test_shared_tiles(draw: Draw, parts: int, kept: str) -> None:
 
 def test_few_outputs_are_shared_by_many_programs() -> None:
     def parts(outputs: int, inputs: int, tokens: int) -> int:
-        return ops.pipeline(outputs, inputs, tokens).parts
+        return ops.launch_config(outputs, inputs, tokens).parts
 
     assert parts(4096, 4096, 1) == parts(6144, 8192, 16) == parts(4096, 14336, 64) == 4
     assert parts(28672, 4096, 1) == parts(32000, 4096, 64) == parts(32, 128, 1) == 1
@@ -173,7 +173,7 @@ def test_few_outputs_are_shared_by_many_programs() -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 65])
 def test_every_shared_memory_holds_it(tokens: int, shared_bytes: int) -> None:
     for outputs in (4096, 32000):
-        block = ops.pipeline(outputs, 4096, tokens, Limits(132, shared_bytes))
+        block = ops.launch_config(outputs, 4096, tokens, Limits(132, shared_bytes))
         assert (
             block.stages * (block.tokens + block.outputs) * (128 + 4) <= shared_bytes
         )  # units and factors, too

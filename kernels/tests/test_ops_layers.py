@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from specserve_kernels.ops.layer import activation, norm, rotary
 from specserve_kernels.ops.layer import embed_and_concat as pairs
-from specserve_kernels.ops.linear import linear, swap_ab
+from specserve_kernels.ops.linear import choose, linear, swap_ab
 from specserve_kernels.reference.layer import activation as reference_activation
 from specserve_kernels.reference.layer import embed_and_concat as reference_pairs
 from specserve_kernels.reference.layer import norm as reference_norm
@@ -224,7 +224,7 @@ def test_swap_ab_linear(
     draw, outputs: int, inputs: int, gated: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of few outputs meet; ends of tokens, outputs and inputs; a place that is given."""
-    monkeypatch.setattr(swap_ab, "MANY_OUTPUTS", 512)
+    monkeypatch.setattr(choose, "MANY_OUTPUTS", 512)
     x, weight = draw(tokens, inputs + 16)[:, 8 : inputs + 8], 2 * draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
@@ -242,7 +242,7 @@ def test_linear_into_a_place(draw) -> None:
     x, weight = draw(20, 1024), draw(6144, 1024) / 1024**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
-    assert swap_ab.serves(x, weight, False)
+    assert choose.for_plain(x, weight, None, False) == "swap_ab"
     for tokens in (3, 20):
         out = x.new_full((tokens + 1, 6144), 7.0)
         found = linear.linear(x[:tokens], weight, None, out_TO=out[:tokens])

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from specserve_kernels import FP8, PAIRED, Numbers, Packed, Rounded, dequantize_packed, pack
 from specserve_kernels.ops.device import H200, Limits, tickets
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
-from specserve_kernels.ops.linear import hopper, specialized
+from specserve_kernels.ops.linear import choose
 from specserve_kernels.ops.linear import packed as ops
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.reference.linear import packed as reference
@@ -254,8 +254,8 @@ def test_programs_that_share_a_tile_give_the_bits_of_one(draw: Draw, kind: Kind,
     cut = ops.ranges(weight, gated=False)
     found = []
     for parts in (1, cut):
-        block = ops.pipeline(weight, 5, False, H200)._replace(parts=parts)
-        with patch.object(ops, "pipeline", return_value=block):
+        block = ops.launch_config(weight, 5, False, H200)._replace(parts=parts)
+        with patch.object(ops, "launch_config", return_value=block):
             check(x, weight, draw(70))
             found.append(ops.packed_linear(x, weight))
     assert cut > 1
@@ -288,7 +288,7 @@ def test_every_shared_memory_holds_it(kind: Kind, gated: bool, shared_bytes: int
     for outputs in (4096, 28672):
         weight = packed_shapes(outputs, 4096, kind)
         for tokens in (1, 16, 17, 64, 65, 256, 257, 5000):
-            block = ops.pipeline(weight, tokens, gated, Limits(132, shared_bytes))
+            block = ops.launch_config(weight, tokens, gated, Limits(132, shared_bytes))
             bits = 8 if tokens >= ops.CONVERT_FROM else weight.bits
             columns = block.tokens * (1 if kind.dtype == FP8 else 2)
             rows = block.outputs * (2 if gated else 1) * bits // 8
@@ -389,10 +389,7 @@ def check_in_a_graph(weight: Packed, counts: tuple[int, ...]) -> None:
     x = torch.randn(max(counts), inputs, device=device).bfloat16()
     multiply = partial(ops.packed_linear, weight=weight, bias_O=bias)
     found = []
-    with (
-        patch.object(ops, "streams", return_value=False),
-        patch.object(ops, "specializes", return_value=False),
-    ):
+    with patch.object(ops, "for_packed", return_value="packed"):
         expected = [multiply(x[:tokens]) for tokens in counts]
     for tokens in counts:
         multiply(x[:tokens].clone())
@@ -414,7 +411,8 @@ def check_in_a_graph(weight: Packed, counts: tuple[int, ...]) -> None:
 )
 def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind) -> None:
     weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
-    assert ops.streams(weight, 1) == (weight.step == 128 and torch.cuda.get_device_capability()[0] == 9)
+    streamed = ops.for_packed(weight, 1, inputs) == "streamed"
+    assert streamed == (weight.step == 128 and torch.cuda.get_device_capability()[0] == 9)
     check_in_a_graph(weight, (1, 3, 8, 16, 17))
 
 
@@ -453,8 +451,8 @@ def test_specialized_warps(
     share = ops.share_of(weight, gated=False)
     assert -(-inputs // share) == parts
     # private: on other devices, and where another kernel is faster
-    with patch.object(specialized, "_FILLED", 0.5):
-        if not all(ops.specializes(weight, tokens, share) for tokens in counts):
+    with patch.object(choose, "_FILLED", 0.5):
+        if not all(ops.for_packed(weight, tokens, share) == "specialized" for tokens in counts):
             pytest.skip("not on this device")
         check_in_a_graph(weight, counts)
 
@@ -479,8 +477,9 @@ def test_who_multiplies_with_specialized_warps() -> None:
 
     def specializes(outputs: int, inputs: int, tokens: int, kind: Kind = KINDS[6]) -> bool:
         weight = packed_shapes(outputs, inputs, kind)
-        with patch.object(hopper, "INTERPRETED", False):
-            return ops.specializes(weight, tokens, ops.share_of(weight, gated=False))
+        with patch.object(choose, "INTERPRETED", False):
+            share = ops.share_of(weight, gated=False)
+            return ops.for_packed(weight, tokens, share) == "specialized"
 
     assert [specializes(28672, 4096, tokens) for tokens in (16, 17, 64, 65, 8192)] == [False, *4 * [True]]
     assert [specializes(28672, 4096, tokens, Kind(INT8)) for tokens in (64, 65)] == [False, True]

@@ -78,8 +78,8 @@ def test_shared_tiles(draw: Draw, kind: torch.dtype, parts: int, kept: str) -> N
     weight, scale = quantize(draw(70, 7 * 128 + 24) / 30, kind)
     if kept == "rows":
         scale = scale.contiguous()
-    chosen = ops.Pipeline(16, 32, 3, 4, parts)
-    with patch.object(ops, "pipeline", return_value=chosen):
+    chosen = ops.LaunchConfig(16, 32, ops.GROUP, 3, 4, parts)
+    with patch.object(ops, "launch_config", return_value=chosen):
         for tokens in (1, 20):
             check(draw(tokens, 7 * 128 + 24), weight, scale, draw(70))
     assert not tickets(64, weight.device).any()
@@ -87,7 +87,7 @@ def test_shared_tiles(draw: Draw, kind: torch.dtype, parts: int, kept: str) -> N
 
 def test_few_outputs_are_shared_by_many_programs() -> None:
     def parts(outputs: int, inputs: int, tokens: int) -> int:
-        return ops.pipeline(outputs, inputs, tokens, 2).parts
+        return ops.launch_config(outputs, inputs, tokens, 2).parts
 
     assert parts(4096, 4096, 1) == parts(6144, 8192, 8) == parts(6144, 8192, 32) == 8
     assert parts(28672, 4096, 1) == parts(4096, 4096, 64) == parts(32, 128, 1) == 1
@@ -102,7 +102,7 @@ def test_few_outputs_are_shared_by_many_programs() -> None:
 def test_every_shared_memory_holds_it(tokens: int, input_bytes: int, shared_bytes: int) -> None:
     for outputs in (4096, 32000):
         converted = input_bytes > 2
-        block = ops.pipeline(outputs, 4096, tokens, input_bytes, Limits(132, shared_bytes), converted)
+        block = ops.launch_config(outputs, 4096, tokens, input_bytes, Limits(132, shared_bytes), converted)
         stage = (block.tokens * input_bytes + block.outputs) * 128
         beside = 2 * block.tokens * 128 + block.outputs * 128 * input_bytes * converted
         assert block.stages * stage + beside <= shared_bytes
@@ -111,7 +111,7 @@ def test_every_shared_memory_holds_it(tokens: int, input_bytes: int, shared_byte
 
 def test_less_shared_memory_makes_smaller_blocks() -> None:
     def block(shared_bytes: int, converted: bool = False) -> tuple[int, int]:
-        found = ops.pipeline(32000, 4096, 32, 2, Limits(132, shared_bytes), converted)
+        found = ops.launch_config(32000, 4096, 32, 2, Limits(132, shared_bytes), converted)
         return found.outputs, found.stages
 
     assert block(232_448) == (256, 4)
@@ -160,7 +160,7 @@ def test_a_weight_in_the_inputs_type_has_room(
 ) -> None:
     weight, scale = quantize(draw(40, 200).float() / 14, kind)
     x = draw(9, 200).to(dtype)
-    with patch.object(ops, "pipeline", wraps=ops.pipeline) as cut:
+    with patch.object(ops, "launch_config", wraps=ops.launch_config) as cut:
         found = ops.quantized_linear(x, weight, scale)
     assert cut.call_args.args[-1] == converted
     torch.testing.assert_close(found, reference.quantized_linear(x, weight, scale), atol=0.004, rtol=0.004)

@@ -10,24 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specserve_kernels.ops.device import HOPPER, capability_of
+from specserve_kernels.ops.linear.choose import ROWS_EACH as ROWS
 from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
-from specserve_kernels.ops.pdl import INTERPRETED
-from specserve_kernels.reference.linear.packed import STEP, Packed
 
-ROWS_EACH = gl.constexpr(64)  # outputs that tensor cores multiply at once
+ROWS_EACH = gl.constexpr(ROWS)  # outputs that tensor cores multiply at once
 BOX = gl.constexpr(128)  # bytes of a row that the copy engine brings at once
 BYTES, WORDS_LAYOUT = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
-_ALIGNED = 4  # words, which are 16 bytes: the copy engine does not begin in between
 # Their names in Triton 3.9, and in 3.6.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-def copied(weight: Packed) -> bool:
-    """Return whether the copy engine can bring this weight in these blocks."""
-    hopper = capability_of(weight.values.device)[0] == HOPPER and not INTERPRETED
-    return hopper and weight.step == STEP and len(weight.values) % _ALIGNED == 0
 
 
 def word_boxes(each_WON: Tensor) -> TensorDescriptor:

@@ -8,24 +8,13 @@ rows cost about as much as neighbouring ones: see ``kernels/bench/indexed_linear
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, cdiv, limits_of
+from specserve_kernels.ops.linear.choose import LaunchConfig
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
-
-
-class Pipeline(NamedTuple):
-    """A program's tokens, rows, inputs of a step, steps in flight, and warps."""
-
-    tokens: int
-    rows: int
-    step: int
-    stages: int
-    warps: int
 
 
 def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
@@ -34,8 +23,8 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
     tokens, inputs = x_TI.shape
     rows = len(ids_R)
     out_TR = x_TI.new_empty((tokens, rows))
-    block = pipeline(rows, tokens, x_TI.element_size(), limits_of(x_TI.device).shared_bytes)
-    _indexed_linear_kernel[(cdiv(tokens, block.tokens), cdiv(rows, block.rows))](
+    block = launch_config(rows, tokens, x_TI.element_size(), limits_of(x_TI.device).shared_bytes)
+    _indexed_linear_kernel[(cdiv(tokens, block.tokens), cdiv(rows, block.outputs))](
         x_TI,
         weight_OI,
         ids_R,
@@ -46,8 +35,8 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
         weight_OI.stride(0),
         I=inputs,
         BLOCK_T=block.tokens,
-        BLOCK_R=block.rows,
-        BLOCK_I=block.step,
+        BLOCK_R=block.outputs,
+        BLOCK_I=block.inputs,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
@@ -55,21 +44,23 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
     return out_TR
 
 
-def pipeline(rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
-    """Choose the launch for this many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight with as
+def launch_config(
+    rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes
+) -> LaunchConfig:
+    """Choose the launch for this many rows and tokens: the measured launches of ``ops/linear.py`` for a weight with as
     many outputs. Up to 64 tokens the weight is read once and memory is the limit; beyond that, compute is. float32
     takes half the step, which is as many bytes. With less shared memory, there are fewer stages."""
     if tokens <= 16:
-        chosen = Pipeline(16, 32, 128, 5 if rows <= 264 * 32 else 3, 4)
+        chosen = LaunchConfig(16, 32, 128, 5 if rows <= 264 * 32 else 3, 4)
     elif tokens <= 32:
-        chosen = Pipeline(32, 32, 128, 5, 4) if rows <= 264 * 32 else Pipeline(32, 64, 256, 3, 4)
+        chosen = LaunchConfig(32, 32, 128, 5, 4) if rows <= 264 * 32 else LaunchConfig(32, 64, 256, 3, 4)
     elif tokens <= 64:
-        chosen = Pipeline(64, 64, 128, 4, 4)
+        chosen = LaunchConfig(64, 64, 128, 4, 4)
     else:
-        chosen = Pipeline(128, 128, 64, 4, 8)
-    step = chosen.step * 2 // max(element_size, 2)
-    stage = (chosen.tokens + chosen.rows) * step * element_size
-    return chosen._replace(step=step, stages=max(1, min(chosen.stages, shared_bytes // stage)))
+        chosen = LaunchConfig(128, 128, 64, 4, 8)
+    step = chosen.inputs * 2 // max(element_size, 2)
+    stage = (chosen.tokens + chosen.outputs) * step * element_size
+    return chosen._replace(inputs=step, stages=max(1, min(chosen.stages, shared_bytes // stage)))
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])

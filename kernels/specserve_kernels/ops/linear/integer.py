@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, Limits, cdiv, limits_of, next_power_of_2
+from specserve_kernels.ops.linear.choose import LaunchConfig
 from specserve_kernels.ops.linear.quantize import round_inputs
-from specserve_kernels.ops.linear.quantized import Pipeline, multiply
+from specserve_kernels.ops.linear.quantized import multiply
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 
 _PROGRAMS = {32: 3, 64: 2}  # wanted programs per multiprocessor, by a program's tokens
@@ -32,11 +33,11 @@ def integer_linear(
     """Same as the reference. Rows of x may be strided."""
     x = round_inputs(x_TI, torch.int8) if isinstance(x_TI, Tensor) else x_TI
     tokens, inputs = x.values.shape
-    block = pipeline(len(weight_OI), inputs, tokens, limits_of(weight_OI.device))
+    block = launch_config(len(weight_OI), inputs, tokens, limits_of(weight_OI.device))
     return multiply(x.values, x.unit_GT, x.dtype, (weight_OI, scale_OG), bias_O, gated, block)
 
 
-def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> Pipeline:
+def launch_config(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> LaunchConfig:
     """Choose the launch, from a sweep over the layers of Llama-3.1-8B's draft on an H200. With split-K there are as
     many stages as let all programs run at once, and at least three if there is room. With less shared memory, there are
     fewer."""
@@ -50,4 +51,4 @@ def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> P
     stages = _LEAST_STAGES
     if parts > 1:
         stages = max(stages, min(_STAGES, room // cdiv(tiles * parts, limits.processors)))
-    return Pipeline(columns, rows, max(1, min(stages, room)), _WARPS, parts)
+    return LaunchConfig(columns, rows, GROUP, max(1, min(stages, room)), _WARPS, parts)

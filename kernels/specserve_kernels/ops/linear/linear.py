@@ -1,8 +1,5 @@
 """A projection of few tokens that reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
-``linear`` chooses between three kernels: this one for up to 16 tokens, ``swap_ab_linear`` for up to 128 where it is
-faster, otherwise cuBLAS.
-
 On an H200 the kernel alone takes 4 to 17% less time than cuBLAS for 4096 outputs (o, down, a draft's fc), where there
 are about as many blocks of outputs as multiprocessors; for more outputs it is within a few per cent
 (``kernels/bench/linear.py``). In a chain of kernels it wins for all shapes of up to 16 tokens: its programs are ready
@@ -18,13 +15,10 @@ from torch import Tensor
 
 from specserve_kernels.ops.device import Limits, cdiv, limits_of
 from specserve_kernels.ops.layer.activation import gate_by_silu, silu_and_mul
-from specserve_kernels.ops.linear import swap_ab
+from specserve_kernels.ops.linear.choose import FEW_OUTPUTS, FEW_TOKENS, LaunchConfig, for_plain
+from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.linear import check_place
-
-_FEW_TOKENS = 16
-_MOST_OUTPUTS = 1 << 16  # excludes a target's head
-_OUTPUTS = 32  # outputs of a program, if multiprocessors have one or two programs each
 
 
 def linear(
@@ -37,38 +31,30 @@ def linear(
     """Same as the reference; 16-bit numbers are summed in float32. Rows of x may be strided."""
     if out_TO is not None:
         check_place(out_TO, x_TI, weight_OI, bias_O, gated)
-    plain = bias_O is None and x_TI.dim() == 2 and x_TI.dtype in (torch.bfloat16, torch.float16)
-    if plain and swap_ab.serves(x_TI, weight_OI, gated):
-        return swap_ab.swap_ab_linear(x_TI, weight_OI, gated, out_TO)
+    kernel = for_plain(x_TI, weight_OI, bias_O, gated)
+    if kernel == "swap_ab":
+        return swap_ab_linear(x_TI, weight_OI, gated, out_TO)
     if out_TO is not None:
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
-    if plain and serves(x_TI.shape[0], weight_OI.shape[0], limits_of(x_TI.device)):
+    if kernel == "few":
         return linear_few(x_TI, weight_OI, gated)
     out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     return silu_and_mul(out_TO) if gated else out_TO
-
-
-def serves(tokens: int, outputs: int, limits: Limits) -> bool:
-    """Return whether the kernel is faster than cuBLAS."""
-    if tokens > _FEW_TOKENS:
-        return False
-    return outputs <= (_MOST_OUTPUTS if overlap()["OVERLAP"] else limits.processors * _OUTPUTS)
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
     """Run the kernel, for at most 16 tokens in bf16 or fp16. Uses ``torch.nn.functional.linear`` if the device's shared
     memory is too small. Raises ValueError for more tokens."""
     tokens, inputs = x_TI.shape
-    if tokens > _FEW_TOKENS:
-        raise ValueError(f"tokens: at most {_FEW_TOKENS}, not {tokens}")
+    if tokens > FEW_TOKENS:
+        raise ValueError(f"tokens: at most {FEW_TOKENS}, not {tokens}")
     outputs = weight_OI.shape[0]
-    chosen = pipeline(outputs, limits_of(x_TI.device))
+    chosen = launch_config(outputs, limits_of(x_TI.device))
     if chosen is None:
         out_TO = torch.nn.functional.linear(x_TI, weight_OI)
         return silu_and_mul(out_TO) if gated else out_TO
-    block, step, stages = chosen
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
-    _linear_kernel[(cdiv(out_TO.shape[1], block // 2 if gated else block),)](
+    _linear_kernel[(cdiv(out_TO.shape[1], chosen.outputs // 2 if gated else chosen.outputs),)](
         x_TI,
         weight_OI,
         out_TO,
@@ -77,29 +63,28 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
         O=outputs,
         I=inputs,
         GATED=gated,
-        BLOCK_T=_FEW_TOKENS,
-        BLOCK_O=block,
-        BLOCK_I=step,
-        num_warps=4,
-        num_stages=stages,
+        BLOCK_T=FEW_TOKENS,
+        BLOCK_O=chosen.outputs,
+        BLOCK_I=chosen.inputs,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
         **overlap(),
     )
     return out_TO
 
 
-def pipeline(outputs: int, limits: Limits) -> tuple[int, int, int] | None:
-    """Return the outputs of a program, the inputs of a step, and the stages, chosen by a sweep over the layers of
-    Llama-3.1-8B on an H200. With less shared memory, there are fewer stages; None if not even two fit. A multiprocessor
-    with few programs needs more of the weight in flight in each."""
-    if outputs <= limits.processors * _OUTPUTS:
-        block, step, most = _OUTPUTS, 512, 4
-    elif outputs <= 2 * limits.processors * _OUTPUTS:
-        block, step, most = _OUTPUTS, 128, 5
+def launch_config(outputs: int, limits: Limits) -> LaunchConfig | None:
+    """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200. With less shared memory, there are
+    fewer stages; None if not even two fit. A multiprocessor with few programs needs more of the weight in flight in
+    each."""
+    programs = cdiv(outputs, FEW_OUTPUTS)
+    if programs <= limits.processors:
+        step, most = 512, 4
     else:
-        block, step, most = _OUTPUTS, 128, 3
-    one = (_FEW_TOKENS + block) * step * 2  # bytes of a stage; the last one is not held
+        step, most = 128, 5 if programs <= 2 * limits.processors else 3
+    one = (FEW_TOKENS + FEW_OUTPUTS) * step * 2  # bytes of a stage; the last one is not held
     stages = min(most, limits.shared_bytes // one + 1)
-    return (block, step, stages) if stages > 1 else None
+    return LaunchConfig(FEW_TOKENS, FEW_OUTPUTS, step, stages, 4) if stages > 1 else None
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -22,8 +22,6 @@ inputs 0.19%.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -32,11 +30,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.device import Limits, cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.layer.activation import gate_by_silu
+from specserve_kernels.ops.linear.choose import LaunchConfig, for_packed
 from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
 from specserve_kernels.ops.linear.quantize import round_gated, round_inputs
-from specserve_kernels.ops.linear.specialized import specialized_linear, specializes
+from specserve_kernels.ops.linear.specialized import specialized_linear
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
-from specserve_kernels.ops.linear.streamed import streamed_linear, streams
+from specserve_kernels.ops.linear.streamed import streamed_linear
 from specserve_kernels.ops.pdl import INTERPRETED, overlap, take_turn
 from specserve_kernels.reference.linear.packed import Packed
 from specserve_kernels.reference.linear.quantize import FP8, Rounded
@@ -53,18 +52,6 @@ CONVERT_FROM = 512  # tokens
 _COMPILED = tl.constexpr(not INTERPRETED)
 
 
-class Pipeline(NamedTuple):
-    """A program's tokens, outputs (if gated, as many again) and inputs of a step; steps in flight, and warps; and how
-    many programs share a tile."""
-
-    tokens: int
-    outputs: int
-    inputs: int
-    stages: int
-    warps: int
-    parts: int = 1
-
-
 def packed_linear(
     x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
@@ -79,7 +66,7 @@ def packed_linear(
     values, bits = weight.values, weight.bits
     if bits == 4 and tokens >= CONVERT_FROM:
         values, bits = convert(weight), 8
-    block = pipeline(weight, tokens, gated, limits_of(values.device))
+    block = launch_config(weight, tokens, gated, limits_of(values.device))
     out_TO = x.unit_GT.new_empty((tokens, width), dtype=x.dtype)
     if not tokens:
         return out_TO
@@ -136,10 +123,13 @@ def gate_rounded(
 
 def _hopper_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor | None:
     """Multiply, not gated, with a kernel written for Hopper. None where the one for all GPUs is needed, or faster."""
-    tokens = x.unit_GT.shape[1]
-    if streams(weight, tokens):
-        return streamed_linear(x, weight, bias_O, share)
-    return specialized_linear(x, weight, bias_O, share) if specializes(weight, tokens, share) else None
+    match for_packed(weight, x.unit_GT.shape[1], share):
+        case "streamed":
+            return streamed_linear(x, weight, bias_O, share)
+        case "specialized":
+            return specialized_linear(x, weight, bias_O, share)
+        case _:
+            return None
 
 
 def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
@@ -188,16 +178,16 @@ def ranges(weight: Packed, gated: bool) -> int:
     return max(cut, cdiv(weight.inputs, _MOST_INPUTS))
 
 
-def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeline:
+def launch_config(weight: Packed, tokens: int, gated: bool, limits: Limits) -> LaunchConfig:
     """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200. With less shared memory, there are
     fewer stages."""
     outputs = len(weight.values)
     width, halves = (outputs // 2, 2) if gated else (outputs, 1)
     integers = weight.values.dtype != FP8
     if integers:
-        chosen = _integer_pipeline(weight.step, tokens, gated)
+        chosen = _for_integers(weight.step, tokens, gated)
     else:
-        chosen = _grouped_pipeline(weight.step, tokens, gated) if weight.grouped else _pipeline(tokens, gated)
+        chosen = _for_groups(weight.step, tokens, gated) if weight.grouped else _for_fp8(tokens, gated)
     tiles = cdiv(width, chosen.outputs) * cdiv(tokens, chosen.tokens)
     parts = 1 if gated or tiles >= limits.processors else ranges(weight, gated)
     bits = 8 if tokens >= CONVERT_FROM else weight.bits
@@ -206,35 +196,35 @@ def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeli
     return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
 
 
-def _pipeline(tokens: int, gated: bool) -> Pipeline:
+def _for_fp8(tokens: int, gated: bool) -> LaunchConfig:
     columns = max(16, next_power_of_2(tokens))
     if tokens <= 16:
-        return Pipeline(16, _ROWS, 256, 3, 4) if gated else Pipeline(16, _ROWS, 512, 4, 4)
+        return LaunchConfig(16, _ROWS, 256, 3, 4) if gated else LaunchConfig(16, _ROWS, 512, 4, 4)
     if gated and tokens <= 256:
-        return Pipeline(min(columns, 128), 128, 128, 4, 8)
+        return LaunchConfig(min(columns, 128), 128, 128, 4, 8)
     if gated:
-        return Pipeline(256, _ROWS, 128, 4, 8)
+        return LaunchConfig(256, _ROWS, 128, 4, 8)
     if tokens <= 128:
-        return Pipeline(min(columns, 64), _ROWS, 256, 4 if tokens <= 64 else 3, 4)
+        return LaunchConfig(min(columns, 64), _ROWS, 256, 4 if tokens <= 64 else 3, 4)
     if tokens <= 256:
-        return Pipeline(128, _ROWS, 128, 4, 4)
-    return Pipeline(128, 128, 128, 3, 4) if tokens <= 2048 else Pipeline(256, 128, 128, 4, 8)
+        return LaunchConfig(128, _ROWS, 128, 4, 4)
+    return LaunchConfig(128, 128, 128, 3, 4) if tokens <= 2048 else LaunchConfig(256, 128, 128, 4, 8)
 
 
-def _grouped_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
+def _for_groups(step: int, tokens: int, gated: bool) -> LaunchConfig:
     """Registers hold each sum twice. While one program adds products of a group, others multiply."""
     if tokens <= 64:
-        return Pipeline(max(16, next_power_of_2(tokens)), _ROWS, step, 4 if gated else 6, 4)
-    return Pipeline(64 if tokens <= 128 and not gated else 128, _ROWS, step, 3, 4)
+        return LaunchConfig(max(16, next_power_of_2(tokens)), _ROWS, step, 4 if gated else 6, 4)
+    return LaunchConfig(64 if tokens <= 128 and not gated else 128, _ROWS, step, 3, 4)
 
 
-def _integer_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
+def _for_integers(step: int, tokens: int, gated: bool) -> LaunchConfig:
     """Registers hold three numbers for each sum, and programs wait for each of their steps: several must be
     resident."""
     if tokens <= 16:
-        return Pipeline(max(8, next_power_of_2(tokens)), _ROWS, step, 6 if gated else 4, 4)
+        return LaunchConfig(max(8, next_power_of_2(tokens)), _ROWS, step, 6 if gated else 4, 4)
     columns = min(next_power_of_2(tokens), 64)
-    return Pipeline(columns, _ROWS if gated or tokens < CONVERT_FROM else 2 * _ROWS, step, 3, 4)
+    return LaunchConfig(columns, _ROWS if gated or tokens < CONVERT_FROM else 2 * _ROWS, step, 3, 4)
 
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])

@@ -14,33 +14,21 @@ programs share the inputs of a tile: see ``split_k``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, Limits, cdiv, limits_of, next_power_of_2, tickets
+from specserve_kernels.ops.linear.choose import MANY_OUTPUTS, LaunchConfig
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.linear.quantize import GROUP
 
-_MANY_OUTPUTS = 16384  # from this many on, tiles fill an H200 without split-K
 _PROGRAMS = {16: 6, 32: 3}  # wanted programs per multiprocessor, up to this many tokens
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
 _LEAST_STAGES = 3  # two loads in flight while one is multiplied
-
-
-class Pipeline(NamedTuple):
-    """A program's tokens and outputs, steps in flight, and warps; and how many programs share a tile."""
-
-    tokens: int
-    outputs: int
-    stages: int
-    warps: int
-    parts: int = 1
 
 
 def quantized_linear(
@@ -49,7 +37,7 @@ def quantized_linear(
     """Same as the reference. Rows of x may be strided."""
     (tokens, inputs), size = x_TI.shape, x_TI.element_size()
     converted = size > 2 or weight_OI.dtype == torch.int8
-    block = pipeline(len(weight_OI), inputs, tokens, size, limits_of(x_TI.device), converted)
+    block = launch_config(len(weight_OI), inputs, tokens, size, limits_of(x_TI.device), converted)
     return multiply(x_TI, None, x_TI.dtype, (weight_OI, scale_OG), bias_O, gated, block)
 
 
@@ -60,7 +48,7 @@ def multiply(
     weight: tuple[Tensor, Tensor],
     bias_O: Tensor | None,
     gated: bool,
-    block: Pipeline,
+    block: LaunchConfig,
 ) -> Tensor:
     """Compute the product in ``dtype``. ``unit_GT``: scales of quantized activations, None for others. ``weight``:
     numbers and scales."""
@@ -100,45 +88,47 @@ def multiply(
     return out_TO
 
 
-def pipeline(
+def launch_config(
     outputs: int,
     inputs: int,
     tokens: int,
     input_bytes: int,
     limits: Limits = H200,
     converted: bool = False,
-) -> Pipeline:
+) -> LaunchConfig:
     """Choose the launch for such a weight and this many tokens. Up to 32 tokens the weight is read once, and memory is
     the limit. With less shared memory, there are fewer outputs and stages. ``converted``: the weight is also held in
     the activations' dtype."""
-    chosen = _pipeline(outputs, tokens, input_bytes)
+    chosen = _for_tokens(outputs, tokens, input_bytes)
     while (stages := _stages(chosen, input_bytes, limits, converted)) < _LEAST_STAGES and chosen.outputs > 32:
         chosen = chosen._replace(outputs=chosen.outputs // 2, warps=4)
     chosen = chosen._replace(stages=max(1, min(chosen.stages, stages)))
-    if outputs >= _MANY_OUTPUTS:
-        return chosen
+    if outputs >= MANY_OUTPUTS:
+        return chosen  # tiles fill an H200 without split-K
     tiles = cdiv(outputs, chosen.outputs) * cdiv(tokens, chosen.tokens)
     programs = limits.processors * next((each for few, each in _PROGRAMS.items() if tokens <= few), 0)
     most = min(programs // max(tiles, 1), cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
     return chosen._replace(parts=max(1, most))
 
 
-def _stages(block: Pipeline, input_bytes: int, limits: Limits, converted: bool) -> int:
+def _stages(block: LaunchConfig, input_bytes: int, limits: Limits, converted: bool) -> int:
     """Return as many stages as fit in shared memory. Hopper holds each of them, earlier processors one less."""
     stage = (block.tokens * input_bytes + block.outputs) * GROUP
     beside = 2 * block.tokens * GROUP + (block.outputs * GROUP * input_bytes if converted else 0)
     return (limits.shared_bytes - beside) // stage
 
 
-def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
+def _for_tokens(outputs: int, tokens: int, input_bytes: int) -> LaunchConfig:
     if input_bytes > 2:
-        return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
+        return LaunchConfig(16 if tokens <= 16 else 32, 32, GROUP, 3, 4)
     if tokens > 32:
-        return Pipeline(64, 256, 3, 8)
+        return LaunchConfig(64, 256, GROUP, 3, 8)
     columns = max(8, next_power_of_2(tokens))
-    if outputs < _MANY_OUTPUTS:
-        return Pipeline(columns, 128, 3, 4)
-    return Pipeline(columns, 128, 4, 4) if tokens <= 16 else Pipeline(columns, 256, 4, 8)
+    if outputs < MANY_OUTPUTS:
+        return LaunchConfig(columns, 128, GROUP, 3, 4)
+    return (
+        LaunchConfig(columns, 128, GROUP, 4, 4) if tokens <= 16 else LaunchConfig(columns, 256, GROUP, 4, 8)
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])

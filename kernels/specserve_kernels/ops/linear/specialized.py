@@ -8,7 +8,7 @@ sums, and with it the bits, are those of ``packed_linear``. Gates are not multip
 
 If inputs have several ranges, each program has one. It stores its sums, waits for the other programs of its tile, and
 adds the sums of all for some of the tokens. For that they must run at the same time, which a cooperative launch makes
-sure of: ``specializes`` takes no more programs than there are multiprocessors.
+sure of: ``choose`` takes no more programs than there are multiprocessors.
 
 Source: warp specialization as in CUTLASS (``sm90_mma_tma_gmma_rs_warpspecialized.hpp``).
 """
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2, tickets
+from specserve_kernels.ops.linear.choose import SPECIALIZED_OUTPUTS, SPECIALIZED_TOKENS
 from specserve_kernels.ops.linear.hopper import (
     BYTES,
     ROWS_EACH,
@@ -29,7 +30,6 @@ from specserve_kernels.ops.linear.hopper import (
     add_scaled,
     barrier,
     begin_after_last,
-    copied,
     load_box,
     of_tokens,
     operand,
@@ -39,39 +39,21 @@ from specserve_kernels.ops.linear.hopper import (
 )
 from specserve_kernels.ops.pdl import overlap
 from specserve_kernels.reference.linear.packed import STEP, Packed
-from specserve_kernels.reference.linear.quantize import FP8, Rounded
+from specserve_kernels.reference.linear.quantize import Rounded
 
 _STEP = gl.constexpr(STEP)
-_TILE = gl.constexpr(256)  # outputs
+_TILE = gl.constexpr(SPECIALIZED_OUTPUTS)
 _NIBBLES = gl.NVMMASharedLayout(64, 8, 2)
-_MOST_TOKENS = 64  # of a program
 _NEIGHBORS = gl.constexpr(8)  # tiles of tokens that are multiplied by the same outputs at about the same time
-_PROMPT = 512  # tokens, from which the programs after the last full wave are few
-_FILLED = 0.8  # of the multiprocessors, by the last programs too
 _MOST_STAGES = 8
 _BESIDE = 12288  # bytes of shared memory outside the stages
 _REGISTERS = gl.constexpr([240, 24])  # of a thread that multiplies, and of one that loads
 
 
-def specializes(weight: Packed, tokens: int, share: int) -> bool:
-    """Return whether ``specialized_linear`` multiplies this weight, divided into ranges of ``share`` inputs, on its
-    device: where it is the faster kernel on an H200."""
-    if weight.values.dtype == FP8 or (weight.grouped and weight.rows > 1) or not copied(weight):
-        return False
-    processors, parts = limits_of(weight.values.device).processors, cdiv(weight.inputs, share)
-    programs = cdiv(len(weight.values), _TILE.value) * parts
-    if parts == 1 and tokens >= _PROMPT:
-        return programs * cdiv(tokens, _MOST_TOKENS) >= processors
-    fills = programs >= _FILLED * processors * cdiv(programs, processors)
-    if parts == 1:
-        return fills and tokens > (16 if weight.bits == 4 else 64)
-    return fills and 32 < tokens <= _MOST_TOKENS and programs <= processors
-
-
 def specialized_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor:
     """Return ``[T, O]``. The weight must have been written at least two launches ago."""
     (outputs, inputs), tokens = (len(weight.values), weight.inputs), x.unit_GT.shape[1]
-    block, parts = min(_MOST_TOKENS, next_power_of_2(tokens)), cdiv(inputs, share)
+    block, parts = min(SPECIALIZED_TOKENS, next_power_of_2(tokens)), cdiv(inputs, share)
     tiles = cdiv(outputs, _TILE.value) * cdiv(tokens, block)
     out_TO = x.unit_GT.new_empty((tokens, outputs), dtype=x.dtype)
     part = x.unit_GT.new_empty(tiles * parts * _TILE.value * block if parts > 1 else 0)

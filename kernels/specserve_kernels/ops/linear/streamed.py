@@ -25,7 +25,6 @@ from specserve_kernels.ops.linear.hopper import (
     add_scaled,
     barrier,
     begin_after_last,
-    copied,
     load_box,
     of_tokens,
     operand,
@@ -37,15 +36,8 @@ from specserve_kernels.ops.pdl import overlap
 from specserve_kernels.reference.linear.packed import STEP, Packed
 from specserve_kernels.reference.linear.quantize import FP8, Rounded
 
-_TOKENS = 16
 _STAGE = 2 * STEP  # inputs
 _RESERVED = 2048  # bytes of shared memory of a program outside its stages
-
-
-def streams(weight: Packed, tokens: int) -> bool:
-    """Return whether ``streamed_linear`` multiplies this weight on its device."""
-    scales_fit = not weight.grouped or weight.rows == 1 or weight.rows % ROWS_EACH.value == 0
-    return 0 < tokens <= _TOKENS and scales_fit and copied(weight)
 
 
 def block_of(weight: Packed, tokens: int) -> int:

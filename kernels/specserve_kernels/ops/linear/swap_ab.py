@@ -10,71 +10,22 @@ Above 64 tokens two must fit, and there are more programs than multiprocessors; 
 launch in.
 
 On an H200 alone, the gate and its activation take 59 µs where cuBLAS takes 64 for 64 tokens, and 64 where it takes 70
-for 128. In a chain of the layers of Llama-3.1-8B it is never slower where ``serves`` chooses it, since its programs are
-ready when the kernel before it ends (``kernels/bench/chain.py``). Other weight shapes are not measured; ``serves``
+for 128. In a chain of the layers of Llama-3.1-8B it is never slower where ``choose`` takes it, since its programs are
+ready when the kernel before it ends (``kernels/bench/chain.py``). Other weight shapes are not measured; ``choose``
 takes those whose programs fill the device.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.device import (
-    HOPPER,
-    Limits,
-    capability_of,
-    cdiv,
-    copies,
-    limits_of,
-    next_power_of_2,
-)
+from specserve_kernels.ops.device import cdiv, limits_of
 from specserve_kernels.ops.layer.activation import gate_by_silu
+from specserve_kernels.ops.linear.choose import LONE, swap_ab_config
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
-
-MANY_OUTPUTS = 16384  # from this many on, tiles are wide
-_FULL = 0.7  # least share of the multiprocessors that programs occupy, over all waves
-_LONE = 64  # most tokens for which a program has its multiprocessor to itself
-_HALF_EMPTY = 96  # most tokens for which a tile of 128 takes as long as cuBLAS
-
-
-class Pipeline(NamedTuple):
-    """A program's tokens, outputs and inputs of a step; steps in flight, and warps."""
-
-    tokens: int
-    outputs: int
-    inputs: int
-    stages: int
-    warps: int
-
-    @property
-    def stage_bytes(self) -> int:
-        return 2 * (self.tokens + self.outputs) * self.inputs
-
-
-def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
-    """Return whether it is faster than the alternatives. Both tensors have 16 bits."""
-    (tokens, _), (outputs, inputs) = x_TI.shape, weight_OI.shape
-    if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != HOPPER:
-        return False
-    if tokens <= 16:
-        wins = outputs >= MANY_OUTPUTS
-    else:
-        wins = tokens <= _LONE or (tokens > _HALF_EMPTY and gated)
-    if not (wins and copies(x_TI) and copies(weight_OI)):
-        return False
-    limits = limits_of(x_TI.device)
-    return _fills(pipeline(outputs, inputs, tokens, gated, limits), outputs, limits)
-
-
-def _fills(block: Pipeline, outputs: int, limits: Limits) -> bool:
-    programs = cdiv(outputs, block.outputs)
-    places = limits.processors * max(1, limits.shared_bytes // (block.stages * block.stage_bytes))
-    return programs >= _FULL * places * cdiv(programs, places)
 
 
 def swap_ab_linear(
@@ -84,7 +35,7 @@ def swap_ab_linear(
     contiguous output."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
     width = outputs // 2 if gated else outputs
-    block = pipeline(outputs, inputs, tokens, gated, limits_of(x_TI.device))
+    block = swap_ab_config(outputs, inputs, tokens, gated, limits_of(x_TI.device))
     rows = block.outputs // 2 if gated else block.outputs
     out_TO = x_TI.new_empty((tokens, width)) if out_TO is None else out_TO
     _swap_ab_kernel[(cdiv(width, rows),)](
@@ -98,28 +49,12 @@ def swap_ab_linear(
         BLOCK_T=block.tokens,
         BLOCK_O=rows,
         BLOCK_I=block.inputs,
-        LATE=tokens > _LONE,
+        LATE=tokens > LONE,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
     )
     return out_TO
-
-
-def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> Pipeline:
-    """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200, except for gates of few outputs. With
-    less shared memory, there are fewer stages. A gate's two products share a program's outputs."""
-    columns = max(16, next_power_of_2(tokens))
-    if tokens > _LONE:
-        chosen = Pipeline(columns, 128, 64, 3, 4)
-    elif outputs >= MANY_OUTPUTS:
-        chosen = Pipeline(columns, 128, 128, 3, 4) if tokens <= 16 else Pipeline(columns, 256, 64, 4, 8)
-    elif gated:
-        chosen = Pipeline(columns, 128, 128, 3, 4)
-    else:
-        chosen = Pipeline(columns, 64, 128, 5 if tokens <= 32 else 4, 4)
-    stages = min(chosen.stages, (limits.shared_bytes - 2048) // chosen.stage_bytes)
-    return chosen._replace(stages=max(1, stages))
 
 
 @triton.jit(do_not_specialize=["tokens"])
