@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from specserve.config import load_settings
-from specserve.config.sources import Parser, own_options
+from specserve.config.sources import Parser, exit_code, own_options
 from specserve.logs import configure_logging
 
 GPUS = {
@@ -39,28 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), metavar="N", help="Default: all cores."
     )
-    try:
-        own, flags = own_options(parser, argv)
-        if own.processes < 1:
-            raise ValueError(f"--processes: must be at least 1, found {own.processes}")
-        given = load_settings(flags)
-        configure_logging("warning")
-        if given.device == "cpu":
-            raise ValueError("--device cpu: nothing is compiled for a CPU")
-        _compile(replace(given, device="cuda"), own)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _compile(*own_options(parser, argv)))
 
 
-def _compile(given: Any, own: argparse.Namespace) -> None:
+def _compile(own: argparse.Namespace, flags: Sequence[str]) -> None:
+    if own.processes < 1:
+        raise ValueError(f"--processes: must be at least 1, found {own.processes}")
+    given = load_settings(flags)
+    configure_logging("warning")
+    if given.device == "cpu":
+        raise ValueError("--device cpu: nothing is compiled for a CPU")
     from specserve_kernels.ops.device import Gpu, Limits, this_gpu
 
     from specserve.process.assemble import resolve_engine
     from specserve.process.compile import Job, compile_all
 
-    _, _, config = resolve_engine(given, has_gpu=True if own.gpu else None)
+    _, _, config = resolve_engine(replace(given, device="cuda"), has_gpu=True if own.gpu else None)
     if config.attention_backend != "triton":
         raise ValueError(
             f"--attention-backend {config.attention_backend}: only the triton backend's kernels can be compiled"

@@ -19,6 +19,7 @@ from typing import NoReturn
 from specserve import __version__
 from specserve.config import Settings, load_settings, resolve_paths, service_links
 from specserve.config.notes import log_notes
+from specserve.config.sources import exit_code
 from specserve.logs import adopt_loggers, configure_logging
 from specserve.process.worker import Build, Built, build_scheduler
 
@@ -44,22 +45,20 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
     if "--version" in arguments:
         print(f"specserve {__version__}")
         return 0
-    try:
-        given = load_settings(arguments)
-        configure_logging(given.log_level, given.log_format)
-        # Once, for both processes: a wrong path is reported at once, and both read the same revision.
-        local, notes = resolve_paths(given)
-        notes = service_links() | notes
-        adopt_loggers()
-        log_notes(log, notes)
-        from specserve.server.run import run_server
+    return exit_code(lambda: _serve(arguments, build))
 
-        return run_server(local, Noted(build, [*notes]))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+def _serve(arguments: Sequence[str], build: Build) -> int:
+    given = load_settings(arguments)
+    configure_logging(given.log_level, given.log_format)
+    # Once, for both processes: a wrong path is reported at once, and both read the same revision.
+    local, notes = resolve_paths(given)
+    notes = service_links() | notes
+    adopt_loggers()
+    log_notes(log, notes)
+    from specserve.server.run import run_server
+
+    return run_server(local, Noted(build, [*notes]))
 
 
 def end(code: int) -> NoReturn:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specserve.tools.datastore.__main__ import main as datastore
-from specserve.tools.output import check_output, replacing
+from specserve.tools.files import check_output, replacing
 from specserve.tools.token_map.__main__ import main as token_map
 from specserve.tools.tune.__main__ import main as tune
 

@@ -173,6 +173,17 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code: by default 0, 2 for a user's mistake, 130 if it is interrupted."""
+    try:
+        return run() or 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
 def own_options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str]]:

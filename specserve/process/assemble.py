@@ -40,6 +40,7 @@ from specserve.grammar import MISSING
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.formats.rounded import RoundedWeights
+from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
 from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
@@ -72,8 +73,6 @@ from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState
 
 log = logging.getLogger(__name__)
-
-FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
 
 
 def resolve_engine(

@@ -12,8 +12,8 @@ from specserve.config import load_settings
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.process.worker import build_scheduler
 from specserve.tools.tune.__main__ import main
-from specserve.tools.tune.output import configuration
 from specserve.tools.tune.prompts import read_prompts
+from specserve.tools.tune.report import configuration
 from tests.engines import Checkpoints
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
@@ -139,7 +139,7 @@ def test_prompts_of_another_form(
 def test_plots_need_matplotlib(
     pair: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("specserve.tools.tune.plot.find_spec", lambda _: None)
+    monkeypatch.setattr("specserve.tools.tune.report.find_spec", lambda _: None)
     assert main([*flags(pair), "--plot", "x.png"]) == 2
     assert "--plot needs the package matplotlib" in capsys.readouterr().err
 

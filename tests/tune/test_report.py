@@ -12,8 +12,7 @@ from specserve.engine.shapes import step_shape
 from specserve.tools.tune.board import Board, overall, pick_overall
 from specserve.tools.tune.grid import Candidate
 from specserve.tools.tune.loop import Run
-from specserve.tools.tune.output import configuration
-from specserve.tools.tune.report import as_json, text, verdict
+from specserve.tools.tune.report import as_json, configuration, text, verdict
 from tests.tune.simulated import MACHINES, Machine, search
 
 
@@ -101,7 +100,7 @@ def test_what_the_file_holds() -> None:
 
 def test_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from specserve.tools.tune.plot import plot
+    from specserve.tools.tune.report import plot
 
     plot([board(1, {None: 100, (1, 1, 2): 150}), board(4, {None: 100})], tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -25,7 +25,7 @@ from specserve.process.worker import load_engine
 from specserve.tools.check.measure import measure, read_prompts
 from specserve.tools.check.memory import memory_needed
 from specserve.tools.check.mismatches import find_mismatches
-from specserve.tools.check.perplexity import FLAG, compare, read_text, score
+from specserve.tools.check.perplexity import FLAG, compare, read_tokens, score
 from specserve.tools.check.report import Report
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
                 str(config.tokenizer_path), settings.trust_remote_code, settings.chat_template
             )
         find_mismatches(config, tokenizer, report)
-        text = None if options.perplexity is None else read_text(options.perplexity, tokenizer)
+        text = None if options.perplexity is None else read_tokens(options.perplexity, tokenizer)
         engine = load_engine(config)
     try:
         loading = 0 if report.memory is None else report.memory.loading

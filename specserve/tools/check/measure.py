@@ -12,6 +12,7 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit
 from specserve.process.worker import Engine
 from specserve.tools.check.report import Acceptance, Report
+from specserve.tools.files import read_text
 
 PROMPTS = (
     "List 3 countries and their capitals.",
@@ -37,10 +38,7 @@ def read_prompts(path: Path | None) -> list[str]:
     """Return the prompts of a file, or the default ones. Raises ValueError naming the file."""
     if path is None:
         return list(PROMPTS)
-    try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts: {path} can't be read: {error}") from None
+    lines = [line for line in read_text("--prompts", path).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--prompts: {path} contains no prompt")
     return lines

@@ -19,19 +19,17 @@ from specserve.process.assemble import resolve_engine
 from specserve.process.worker import Engine, load_engine
 from specserve.tools.check.memory import expected_memory
 from specserve.tools.check.report import Perplexity
+from specserve.tools.files import read_text
 
 FLAG = "--perplexity"
 WINDOW = 2048  # tokens scored together, each given those before it in the window
 
 
-def read_text(path: Path, tokenizer: Tokenizer | None) -> list[int]:
+def read_tokens(path: Path, tokenizer: Tokenizer | None) -> list[int]:
     """Return the file's tokens. Raises ValueError for fewer than two."""
     if tokenizer is None:
         raise ValueError(f"{FLAG}: needs a tokenizer, found --skip-tokenizer-init")
-    try:
-        tokens = tokenizer.encode(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{FLAG}: {path} can't be read: {error}") from None
+    tokens = tokenizer.encode(read_text(FLAG, path))
     if len(tokens) < 2:
         raise ValueError(f"{FLAG}: {path} must contain two tokens or more, found {len(tokens)}")
     return tokens

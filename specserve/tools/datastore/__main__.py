@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.config.sources import exit_code
 from specserve.models.read_config import load_model_config
 from specserve.speculation.datastore import write_chunk
-from specserve.tools.output import check_output, replacing
+from specserve.tools.files import check_output, replacing
 from specserve.tools.token_map.__main__ import load_encoder, model_directory
 from specserve.tools.token_map.count import documents
 
@@ -45,18 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help="JSON lines or plain text")
     add("--output", type=Path, required=True, metavar="FILE", help="for example answers.idx")
     args = parser.parse_args(argv)
-    try:
-        check_output("--output", args.output, {"--data": args.data})
-        model = model_directory(args.model_path, args.revision)
-        vocab_size = load_model_config(model).vocab_size
-        size = write_datastore(args.output, documents(args.data, load_encoder(model)), vocab_size)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: _write(args))
+
+
+def _write(args: argparse.Namespace) -> None:
+    check_output("--output", args.output, {"--data": args.data})
+    model = model_directory(args.model_path, args.revision)
+    vocab_size = load_model_config(model).vocab_size
+    size = write_datastore(args.output, documents(args.data, load_encoder(model)), vocab_size)
     print(f"{args.output}: {size} tokens, {args.output.stat().st_size / 2**20:.1f} MiB")
-    return 0
 
 
 def write_datastore(path: Path, texts: Iterable[Sequence[int]], vocab_size: int, chunk: int = CHUNK) -> int:

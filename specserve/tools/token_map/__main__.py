@@ -20,7 +20,7 @@ from specserve.models.draft.token_map import read_token_map
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.speculation.dynamic_map import default_size
-from specserve.tools.output import check_output
+from specserve.tools.files import check_output
 from specserve.tools.token_map.cli import parse_args
 from specserve.tools.token_map.count import Counts, count_files, count_server
 from specserve.tools.token_map.ranking import Ranking

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specserve.tools.output import replacing
+from specserve.tools.files import replacing
 
 
 def _torch(path: Path, ids: list[int]) -> None:

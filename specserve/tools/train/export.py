@@ -14,7 +14,7 @@ from specserve.models.checkpoint import file_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.block import BlockConfig
-from specserve.tools.output import replacing
+from specserve.tools.files import replacing
 
 FORMATS = ("safetensors", "bin")
 OUTER = ("fc.", "norm.", "lm_head.")  # tensors that do not belong to the decoder layer

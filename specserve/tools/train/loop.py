@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from specserve.tools.output import replacing
+from specserve.tools.files import replacing
 from specserve.tools.train.optim import rate
 from specserve.tools.train.packing import Batch
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.config.notes import log_notes
-from specserve.config.sources import own_options
+from specserve.config.sources import exit_code, own_options
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.models.read_config import load_model_config
@@ -22,10 +22,16 @@ from specserve.tools.tune.board import Board, pick_overall
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.grid import Grid
 from specserve.tools.tune.options import candidates, check_outputs, check_settings, parser, with_room
-from specserve.tools.tune.output import write, write_configuration
-from specserve.tools.tune.plot import check_plot, plot
 from specserve.tools.tune.prompts import encode, read_prompts
-from specserve.tools.tune.report import as_json, text, verdict
+from specserve.tools.tune.report import (
+    as_json,
+    check_plot,
+    plot,
+    text,
+    verdict,
+    write,
+    write_configuration,
+)
 from specserve.tools.tune.search import Search
 
 log = logging.getLogger(__name__)
@@ -33,21 +39,13 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; return the exit code."""
-    try:
-        found, flags = own_options(parser(), argv)
-        given = load_settings(flags)
-        configure_logging("warning")
-        tune(given, found)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: tune(*own_options(parser(), argv)))
 
 
-def tune(given: Settings, options: Namespace) -> None:
+def tune(options: Namespace, flags: Sequence[str]) -> None:
     """Run the search and write its results. Raises ValueError for what can't be tuned."""
+    given = load_settings(flags)
+    configure_logging("warning")
     if options.plot is not None:
         check_plot()
     check_outputs(options)

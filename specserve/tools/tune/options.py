@@ -13,7 +13,7 @@ from specserve.config.sources import Parser
 from specserve.config.speculation import SHAPE, check_pool
 from specserve.methods import names_like
 from specserve.models.config import ModelConfig
-from specserve.tools.output import check_output
+from specserve.tools.files import check_output
 from specserve.tools.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 
 PROGRAM = "python -m specserve.tune"

@@ -11,6 +11,7 @@ from typing import Any
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.frontend.conversation import plain
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.tools.files import read_text
 
 BUNDLED_PROMPTS = Path(__file__).parents[3] / "examples" / "bundled_model" / "prompts.jsonl"
 FORM = 'a JSON object per line, {"messages": [...]} or {"prompt": "..."}'
@@ -22,11 +23,8 @@ def read_prompts(path: Path | None, model_path: Path) -> list[dict[str, Any]]:
         if model_path.resolve() != BUNDLED_MODEL.resolve() or not BUNDLED_PROMPTS.exists():
             raise ValueError(f"--prompts: needed with {model_path}: a file similar to your traffic, {FORM}")
         path = BUNDLED_PROMPTS
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts: {path} can't be read: {error}") from None
-    rows = [_row(line, f"--prompts: {path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(read_text("--prompts", path).splitlines(), 1)
+    rows = [_row(line, f"--prompts: {path}:{n}") for n, line in lines if line.strip()]
     if not rows:
         raise ValueError(f"--prompts: {path} contains no prompt; expected {FORM}")
     random.Random(0).shuffle(rows)
@@ -51,7 +49,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{where} is not JSON ({error}); expected {FORM}") from None
     dialogue = row.get("messages") if isinstance(row, dict) else []
-    if dialogue is None and _is_text(row.get("prompt")):
+    if dialogue is None and isinstance(row.get("prompt"), str) and row["prompt"]:
         return row  # type: ignore[no-any-return]
     if not dialogue:
         raise ValueError(f"{where}: expected {FORM}")
@@ -59,7 +57,3 @@ def _row(line: str, where: str) -> dict[str, Any]:
         return {**row, "messages": plain(dialogue)}
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _is_text(found: object) -> bool:
-    return isinstance(found, str) and bool(found)

@@ -1,10 +1,16 @@
-"""The results of the search, as text and as JSON."""
+"""The results of the search: as text, as JSON, as a plot, and as the file for the server's ``--config``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from specserve.config import SETTINGS, Settings
+from specserve.config.speculation import SHAPE
+from specserve.methods import NONE
+from specserve.tools.files import replacing
 from specserve.tools.tune.board import Board, controller_overall, overall, pick_overall
 from specserve.tools.tune.grid import Candidate, name
 from specserve.tools.tune.loop import Run
@@ -121,3 +127,66 @@ def _named(board: Board, candidate: Candidate) -> str:
     if candidate is None:
         return "plain decoding"
     return f"{name(candidate)}, {board.ratio(candidate):.2f} times plain decoding"
+
+
+def configuration(given: Settings, pick: Candidate) -> dict[str, Any]:
+    """Return the settings that the user gave, without secrets, with the picked shape or without speculation."""
+    found = {
+        setting.name: list(value) if isinstance(value, tuple) else value
+        for setting in SETTINGS.values()
+        if (value := getattr(given, setting.name)) != setting.default and not setting.secret
+    }
+    found = {setting: value for setting, value in found.items() if setting not in SHAPE}
+    if pick is not None:
+        return {**found, **dict(zip(SHAPE, pick, strict=True))}
+    drafting = [setting for setting in found if setting.startswith("speculative_")]
+    return {
+        **{setting: value for setting, value in found.items() if setting not in drafting},
+        "speculative_algorithm": NONE,
+    }
+
+
+def write_configuration(path: Path, given: Settings, pick: Candidate, words: Sequence[str]) -> None:
+    """Write the file, with ``words`` as comments. Raises ValueError naming the flag if it can't be written."""
+    import yaml
+
+    comments = "".join(f"# {line}\n" for line in ["Written by python -m specserve.tune.", *words])
+    write(path, "--output", comments + yaml.safe_dump(configuration(given, pick), sort_keys=False))
+
+
+def write(path: Path, flag: str, content: str) -> None:
+    with replacing(flag, path) as partial:
+        partial.write_text(content)
+
+
+def check_plot() -> None:
+    """Raise ValueError if matplotlib is missing, before the measurements rather than after."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            "--plot needs the package matplotlib, which is not installed: pip install matplotlib"
+        )
+
+
+def plot(boards: Sequence[Board], path: Path) -> None:
+    """Draw a bar per measured shape, best on top, labelled with its tokens per second. Raises ValueError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(boards), figsize=(5 * len(boards), 5), squeeze=False)
+    for board, axes in zip(boards, panels[0], strict=True):
+        measured = board.ranked()[::-1]
+        colors = ["C1" if c == board.best() else "grey" if c is None else "C0" for c in measured]
+        bars = axes.barh([name(c) for c in measured], [board.ratio(c) for c in measured], color=colors)
+        axes.bar_label(bars, [f"{board.run(c).rate:.0f}/s" for c in measured], padding=2)
+        axes.set_title(f"batch {board.batch}")
+        axes.set_xlabel("times plain decoding (right: tokens a second)")
+        axes.margins(x=0.15)
+    panels[0][0].set_ylabel("steps, topk, tokens")
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plot: {path} can't be written: {error}") from None
+    pyplot.close(figure)

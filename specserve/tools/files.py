@@ -1,10 +1,18 @@
-"""Files that tools write."""
+"""Files that tools read and write."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+
+def read_text(flag: str, path: Path) -> str:
+    """Return a file's text. Raises ValueError naming the flag if there is none."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag}: {path} can't be read: {error}") from None
 
 
 def check_output(flag: str, path: Path, others: Mapping[str, Sequence[Path]]) -> None:
