@@ -8,21 +8,34 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from specserve_kernels import Accepted, Pool, Slots, Tree, accept_path
+from torch import Tensor
 
 from specserve import SamplingParams
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, Submit, Tokens
+from specserve.methods import METHOD_NAMES, METHODS, Method, register
+from specserve.speculation import step
+from specserve.speculation.context import Context, View
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
+from specserve.speculation.drafters.config import DrafterConfig
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
+from tests.toys.drafter import CopyDrafter
 
 if TYPE_CHECKING:
     from specserve.scheduler.scheduler import Scheduler
+
 
 Job = tuple[list[int], SamplingParams]
 Jobs = Mapping[str, Iterator[Job]]
@@ -176,3 +189,87 @@ class ClosedLoop:
         self._open.clear()
         while self._scheduler.has_work:
             self._scheduler.run_once()
+
+
+NONE = -1
+
+
+def force(tree: Tree, chosen_T: Tensor, levels: Tensor) -> tuple[Tree, Tensor]:
+    """The tree and the target's choices, changed so that the first children of the first ``levels`` depths are accepted
+    and nothing below them: the bonus token is the target's own choice. ``levels`` is one int64 on the device, ``NONE``
+    changes nothing."""
+    index_T = torch.arange(len(chosen_T), device=chosen_T.device)
+    none = index_T.new_full(index_T.shape, len(index_T))
+    child_T = torch.where(tree.local_T > 0, index_T, none)
+    first_T = none.scatter_reduce(0, tree.parent_T, child_T, "amin")
+    forced_T = (first_T < len(index_T)) & (tree.depth_T < levels)
+    chosen_T = torch.where(forced_T, tree.token_T[first_T.clamp(max=len(index_T) - 1)], chosen_T)
+    deeper_T = (tree.depth_T > levels) & (levels >= 0)
+    return replace(tree, token_T=tree.token_T.masked_fill(deeper_T, -1)), chosen_T
+
+
+@contextmanager
+def forced_levels() -> Iterator[Callable[[int], None]]:
+    """Engines built inside, their captured steps included, accept what the given function says: this many levels of
+    each draft, or ``NONE``, at first, for what the target accepts by itself."""
+    tables: dict[torch.device, Tensor] = {}
+    current = NONE
+
+    def patched(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
+        if tree.levels:
+            device = chosen_T.device
+            if device not in tables:
+                tables[device] = torch.tensor(current, dtype=torch.int64, device=device)
+            tree, chosen_T = force(tree, chosen_T, tables[device])
+        return accept_path(tree, chosen_T, slots)
+
+    def say(levels: int) -> None:
+        nonlocal current
+        current = levels
+        with torch.inference_mode():
+            for table in tables.values():
+                table.fill_(levels)
+
+    with patch("specserve.speculation.step.accept_path", patched):
+        yield say
+
+
+class FreeDrafter(CopyDrafter):
+    """Proposes the root again, whatever the text."""
+
+    name = "FREE"
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        token_BS = view.slots.root_B.long()[:, None].expand(-1, shape.levels)
+        score_BS = torch.full_like(token_BS, -1.0, dtype=context.state.sampling.temperature.dtype)
+        return Pool.of_text(token_BS, score_BS)
+
+
+def load_free(config: DrafterConfig) -> FreeDrafter:
+    return FreeDrafter(config.target.config.vocab_size)
+
+
+@contextmanager
+def free_offered() -> Iterator[None]:
+    """``FREE`` is a method."""
+    method = Method("FREE", load_free, copies="all")
+    register(method)
+    try:
+        yield
+    finally:
+        METHOD_NAMES.remove(method.name)
+        del METHODS[method.name]
+
+
+@contextmanager
+def none_accepted() -> Iterator[None]:
+    """Engines built inside, their captured steps included, accept no draft, at the cost of two small launches a
+    step."""
+
+    def patched(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
+        if tree.levels:
+            tree = replace(tree, token_T=tree.token_T.masked_fill(tree.local_T > 0, -1))
+        return accept_path(tree, chosen_T, slots)
+
+    with patch.object(step, "accept_path", patched):
+        yield

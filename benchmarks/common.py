@@ -1,16 +1,12 @@
-"""Shared code of the benchmarks: the held-out prompts, and results as JSON with hardware, commit and command."""
+"""Shared code of the benchmarks: prompts, options, and engines that are given equal requests."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +15,7 @@ import torch
 
 import specserve.process.assemble
 from benchmarks.floors import Shape
+from benchmarks.results import options
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
@@ -52,47 +49,6 @@ def run_prompts(llm: LLM, rows: Sequence[dict[str, Any]], **params: Any) -> list
         for index, row in enumerate(rows)
     ]
     return llm.generate(prompts, each)
-
-
-def hardware() -> str:
-    """The processor or GPU that the figures were measured on."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def result_name(benchmark: str, quantization: str) -> str:
-    """Return the name of its result file with these weights."""
-    return benchmark if quantization == "none" else f"{benchmark}_{quantization}"
-
-
-def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
-    """Write ``benchmarks/results/NAME.json``; the commit is marked when the tree had changes."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    record = {
-        "command": "python -m " + " ".join([_main_module(), *sys.argv[1:]]),
-        "commit": commit,
-        "date": date.today().isoformat(),
-        "hardware": hardware(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "figures": figures,
-    }
-    path = output or ROOT / "benchmarks" / "results" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def _main_module() -> str:
-    if sys.argv[0].startswith("benchmarks."):
-        return sys.argv[0]  # run by another
-    spec = sys.modules["__main__"].__spec__
-    return spec.name if spec is not None else Path(sys.argv[0]).stem
 
 
 def heldout_prompts(model_path: str | Path, count: int, length: int) -> list[list[int]]:
@@ -131,9 +87,7 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
 def load_options(description: str | None, quantization: bool = False) -> argparse.ArgumentParser:
     """The options of the benchmarks that load an engine with equal requests; ``quantization`` adds that of the target's
     weights."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(description)
     parser.add_argument("--model", default=str(BUNDLED_MODEL), help="directory of the target")
     parser.add_argument(
         "--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]), help="directory of its EAGLE-3 draft"
@@ -150,7 +104,6 @@ def load_options(description: str | None, quantization: bool = False) -> argpars
     parser.add_argument(
         "--quick", action="store_true", help="short prompts, small batches, once: does it run?"
     )
-    parser.add_argument("--output", type=Path, help="not set: benchmarks/results/NAME.json")
     return parser
 
 

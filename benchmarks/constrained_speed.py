@@ -1,43 +1,172 @@
-"""What a JSON schema costs: tokens a second and milliseconds a step of the same prompts, free and constrained.
-
-    python -m benchmarks.constrained_speed --model DIR/random/target --eagle3 DIR/random/eagle3 --prompts random
-    python -m benchmarks.constrained_speed --model DIR/target --eagle3 DIR/eagle3
-
-DIR is the output of ``python -m benchmarks.cost_faithful --random``; the target gets a vocabulary of 128,000 tokens. No
-answer gets to the end of its schema, so all have the same length. Two ratios to free text are given, ``tokens_ratio``
-and ``step_ratio`` (free milliseconds a step by constrained ones), because drafts of JSON are accepted at another rate
-than those of free text. ``goal`` is meant for the first with random weights, and for the second with the trained pair.
-
-A further run, which is not timed, looks at the host: ``mask_us_a_node`` includes the constraints' copies. ``waited`` is
-the share of steps in which the device was through with the target before the masks were there, ``waited_us`` for how
-long in such a step. ``between_us`` is the median of the device's time from a step's end to the next one's begin. Work
-that is queued in time begins within a few microseconds. On a CPU only the masks are timed.
-"""
+"""What constraints cost: on the device, on the host, and in accepted drafts."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from time import perf_counter, process_time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
+from tokenizers import Tokenizer
 
-from benchmarks.common import load_options, make_prompts, open_llm, parse_load, weights_kept, write_results
-from benchmarks.mask_time import BOUNDED, PLAIN, tokenizer_of
+from benchmarks.acceptance import tokens_per_step
+from benchmarks.common import load_options, make_prompts, open_llm, parse_load, weights_kept
+from benchmarks.constrained import PERSON, WEATHER
+from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
+from specserve.engine.commands import Row
+from specserve.engine.grammars import Grammars
 from specserve.engine.masks import Masks
 from specserve.engine.runner import Runner
 from specserve.grammar import json_schema
 from specserve.models.read_config import load_model_config
+from specserve.speculation.state import RowInit
+
+BATCHES = (1, 16, 64)
+DRAFTED = 3
+STEPS = 6
+PASSES = 4
+_TEXT: dict[str, Any] = {"type": "string"}
+PLAIN = {"name": _TEXT, "age": {"type": "integer"}, "tags": {"type": "array", "items": _TEXT}, "city": _TEXT}
+BOUNDED = {
+    "name": {"type": "string", "maxLength": 20},
+    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    "city": {"type": "string", "pattern": "^[A-Z][a-z ]{1,30}$"},
+}
+ANSWER = '{"name": "Ada Lovelace", "age": 36, "tags": ["red", "blue"], "city": "London by the river"}'
+END = 1
+
+
+class Written:
+    """The nodes of a chain for each row, as in a step."""
+
+    def __init__(self, chains: Sequence[Sequence[int]]) -> None:
+        self._tokens = [token for chain in chains for token in chain]
+        self._starts = [0]
+        self._parents: list[int] = []
+        for chain in chains:
+            begin = self._starts[-1]
+            self._parents += [max(begin, begin + index - 1) for index in range(len(chain))]
+            self._starts.append(begin + len(chain))
+
+    def read(self) -> tuple[list[int], list[int], list[int]]:
+        return self._tokens, self._parents, self._starts
+
+
+def tokenizer_of(size: int, folder: Path) -> Path:
+    """The bundled tokenizer's file with words up to ``size`` tokens."""
+    content = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    counts = Counter[str]()
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        counts.update(re.findall(r" ?[A-Za-z]+", file.read_text(errors="ignore")))
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    for word, _ in counts.most_common():
+        for end in range(2, len(word) + 1):
+            vocabulary.setdefault(word[:end].replace(" ", "Ġ"), len(vocabulary))
+    for number in range(size):
+        vocabulary.setdefault(f"Ġ{number}", len(vocabulary))
+    content["model"]["vocab"] = {text: token for text, token in vocabulary.items() if token < size}
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def measure(
+    grammars: Grammars,
+    tokens: Sequence[int],
+    properties: dict[str, Any],
+    batch: int,
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """Microseconds of the parts of a step, and of its masks for each node."""
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(grammar=json_schema(schema))
+    for _ in range(batch):  # as each request does
+        grammars.compile(params.grammar or "").result()
+    size, spare = DRAFTED + 1, len(tokens) - (DRAFTED + 1) * (STEPS + 1)
+    seconds: dict[str, list[float]] = {"told": [], "due": [], "masks": []}
+    for number in range(1 + PASSES):
+        masks = Masks(grammars)
+        # Answers are at different places, as those of different requests are.
+        places = [1 + slot % spare for slot in range(batch)]
+        masks.admit([_admitted(slot, params, tokens[:place]) for slot, place in enumerate(places)])
+        for step in range(STEPS):
+            starts = [place + step * size for place in places]
+            rows = [
+                Row(slot, params, 1, tokens[start - size : start] if step else (), masked=True)
+                for slot, start in enumerate(starts)
+            ]
+            chains = [tokens[start - 1 : start - 1 + size] for start in starts]
+            begin = clock()
+            masks.tell(rows)
+            told = clock()
+            masks.due(rows, DRAFTED)
+            due = clock()
+            masks.after_nodes(rows, Written(chains), pinned=False)  # type: ignore[arg-type]
+            done = clock()
+            assert not masks.take_failed()
+            if number:
+                for name, spent in (("told", told - begin), ("due", due - told), ("masks", done - due)):
+                    seconds[name].append(spent * 1e6)
+    found = {name: round(median(spent), 1) for name, spent in seconds.items()}
+    return {**found, "masks a node": round(median(seconds["masks"]) / (batch * size), 1)}
+
+
+def _admitted(slot: int, params: SamplingParams, output: Sequence[int]) -> RowInit:
+    return RowInit(slot, [], params, 0, 0, [], output, 0, (), 0, 0, 0)
+
+
+def mask_time() -> None:
+    """Host time of constrained steps: reading the emitted tokens, finding forced text, and filling the masks of all
+    nodes.
+
+        python -m benchmarks.constrained_speed mask_time [--vocabulary 128000] [--threads 1]
+
+    No model runs: answers are given, and each step's tree is the chain of the next tokens, all of which are
+    accepted. One schema is plain; the other has lengths and patterns of strings, whose masks are the most
+    expensive. The vocabulary is the bundled model's plus the words of Python's library. A first pass fills
+    llguidance's tables and is not counted.
+    """
+    parser = options(mask_time.__doc__)
+    parser.add_argument("--vocabulary", type=int, default=128_000)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    # One thread's time is that of the processor, which other programs disturb less.
+    clock = process_time if args.threads == 1 else perf_counter
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = tokenizer_of(args.vocabulary, Path(folder))
+        tokens = Tokenizer.from_file(str(path)).encode(ANSWER, add_special_tokens=False).ids
+        grammars = Grammars(path, args.vocabulary, [END], args.threads)
+        for name, properties in (("plain", PLAIN), ("bounded", BOUNDED)):
+            for batch in BATCHES:
+                figures.append(
+                    {"schema": name, "batch": batch, **measure(grammars, tokens, properties, batch, clock)}
+                )
+                print(figures[-1], flush=True)
+    print("written to", write_results("mask_time", {"threads": args.threads, "rows": figures}, args.output))
+
 
 SHAPES = {"off": None, "3,1,4": (3, 1, 4)}
 SCHEMAS: dict[str, dict[str, Any]] = {"plain": PLAIN, "bounded": BOUNDED}
@@ -144,7 +273,9 @@ def run(llm: LLM, prompts: list[list[int]], grammar: str | None, tokens: int) ->
     )
 
 
-def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def constrained_speed_measure(
+    llm: LLM, prompts: list[list[int]], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """Free and by each schema, by turns; a first run captures graphs and is not counted."""
     kinds: dict[str, str | None] = {"free": None} | {name: endless(SCHEMAS[name]) for name in args.schemas}
     once: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
@@ -177,7 +308,24 @@ def line(shape: str, batch: int, kind: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = load_options(__doc__, quantization=True)
+    """What a JSON schema costs: tokens a second and milliseconds a step of the same prompts, free and constrained.
+
+        python -m benchmarks.constrained_speed --model DIR/random/target --eagle3 DIR/random/eagle3 --prompts random
+        python -m benchmarks.constrained_speed --model DIR/target --eagle3 DIR/eagle3
+
+    DIR is the output of ``python -m benchmarks.cost_faithful --random``; the target gets a vocabulary of 128,000
+    tokens. No answer gets to the end of its schema, so all have the same length. Two ratios to free text are given,
+    ``tokens_ratio`` and ``step_ratio`` (free milliseconds a step by constrained ones), because drafts of JSON are
+    accepted at another rate than those of free text. ``goal`` is meant for the first with random weights, and for
+    the second with the trained pair.
+
+    A further run, which is not timed, looks at the host: ``mask_us_a_node`` includes the constraints' copies.
+    ``waited`` is the share of steps in which the device was through with the target before the masks were there,
+    ``waited_us`` for how long in such a step. ``between_us`` is the median of the device's time from a step's end
+    to the next one's begin. Work that is queued in time begins within a few microseconds. On a CPU only the masks
+    are timed.
+    """
+    parser = load_options(main.__doc__, quantization=True)
     parser.set_defaults(prompt_tokens=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -191,12 +339,85 @@ def main() -> None:
         for shape in args.shapes:
             with open_llm(args, SHAPES[shape], max(sizes)) as llm:
                 for size in sizes:
-                    found = measure(llm, prompts[:size], args)
+                    found = constrained_speed_measure(llm, prompts[:size], args)
                     rows.append({"shape": SHAPES[shape], "batch": size, "goal": 0.95, **found})
                     path = write_results("constrained_speed", rows, args.output)
                     print(*(line(shape, size, *each) for each in found.items()), sep="\n", flush=True)
     print(path)
 
 
+_NAME = {"type": "string", "maxLength": 12}
+BOOK: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 30},
+        "published": {"type": "boolean"},
+        "rating": {"enum": ["excellent", "good", "poor"]},
+        "author": {
+            "type": "object",
+            "properties": {"first_name": _NAME, "last_name": _NAME},
+            "required": ["first_name", "last_name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["title", "published", "rating", "author"],
+    "additionalProperties": False,
+}
+DUE_TEXT_SHAPES: list[tuple[str, tuple[int, int, int]]] = [
+    ("EAGLE3", (5, 1, 6)),
+    ("EAGLE3", (5, 4, 16)),
+    ("NGRAM", (5, 1, 6)),
+    ("NGRAM", (8, 3, 16)),
+    ("EAGLE3+NGRAM", (5, 4, 16)),
+]
+
+
+def due_text_measure(count: int) -> list[dict[str, Any]]:
+    grammars = [json_schema(schema) for schema in (PERSON, WEATHER, BOOK)]
+    prompts = [f"User: Tell me about number {index} as JSON.\nAssistant: " for index in range(count)]
+    free = [
+        SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=120) for index in range(count)
+    ]
+    held = [
+        msgspec.structs.replace(each, grammar=grammars[index % len(grammars)])
+        for index, each in enumerate(free)
+    ]
+    nothing = patch.object(Masks, "due", lambda *_: [])
+    figures: list[dict[str, Any]] = []
+    expected: dict[str, list[list[int]]] = {}
+    for algorithm, shape in DUE_TEXT_SHAPES:
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        settings: dict[str, Any] = dict(zip(names, shape, strict=True))
+        row: dict[str, Any] = {"algorithm": algorithm, "shape": shape}
+        with LLM(speculative_algorithm=algorithm, max_running_requests=8, **settings) as llm:
+            for name, params, drafts in (
+                ("free", free, nullcontext()), ("json", held, nothing), ("json, due text drafted", held, nullcontext())
+            ):  # fmt: skip
+                with drafts:
+                    outputs = llm.generate(prompts, params)
+                texts = [output.token_ids for output in outputs]
+                kind = name.partition(",")[0]
+                assert expected.setdefault(kind, texts) == texts, f"{algorithm}, {name}: another text"
+                row[name] = round(tokens_per_step(outputs), 2)
+        figures.append(row)
+        print(row, flush=True)
+    return figures
+
+
+def due_text() -> None:
+    """Accepted length of JSON under a schema, with and without drafting of forced text, and of free text.
+
+        python -m benchmarks.constrained_speed due_text [--texts 48]
+
+    The bundled model answers the same prompts, greedily and at temperature 0.7, unconstrained and under one of
+    three schemas. A step is one target forward that emitted tokens; the bonus token counts. All rows have the same
+    texts.
+    """
+    parser = options(due_text.__doc__)
+    parser.add_argument("--texts", type=int, default=48)
+    args = parser.parse_args()
+    print("written to", write_results("due_text", due_text_measure(args.texts), args.output))
+
+
 if __name__ == "__main__":
-    main()
+    run_command(main, mask_time, due_text)

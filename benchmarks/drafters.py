@@ -17,32 +17,125 @@ as it is measured, so that a run that is cut keeps its rows.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from benchmarks.common import (
-    SPARE_POSITIONS,
-    parse_load,
-    random_prompts,
-    shape_settings,
-    weights_kept,
-    write_results,
-)
-from benchmarks.cost_faithful import RANDOM
+import torch
+from torch import nn
+
+from benchmarks.closed_loop import free_offered, none_accepted
+from benchmarks.common import SPARE_POSITIONS, parse_load, random_prompts, shape_settings, weights_kept
+from benchmarks.cost_faithful import RANDOM, SHAPES, Family, Maker, Named, Sizes, scramble, write
 from benchmarks.floors import READ_BYTES_PER_S, Shape, applies
-from benchmarks.free import free_offered, none_accepted
-from benchmarks.random_drafts import LLAMA_1B, make, read_bytes
-from benchmarks.stepping import measure
-from benchmarks.widen import SHAPES
+from benchmarks.results import options, write_results
+from benchmarks.steps import measure
+from examples.bundled_model.save_target import target_config
 from specserve import LLM
 from specserve.engine.memory import return_memory
-from specserve.models.checkpoint import DTYPES
+from specserve.layers.decoder import LayerConfig
+from specserve.models.checkpoint import DTYPES, building, file_tensors
+from specserve.models.config import ModelConfig
+from specserve.models.draft.block import BlockConfig, BlockHead
+from specserve.models.draft.block_source import default_ids
+from specserve.models.draft.medusa import MedusaHeads
+from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
+from specserve.tools.train.block import block_config
+
+LLAMA_1B = Sizes(2048, 8192, 16, 32, 8, 64, 128256, 0)
+LAYERS, BLOCK, RANK = 5, 7, 256
+HEADS = 5
+
+
+def make(path: Path, shape: Sizes, small: Sizes, dtype: torch.dtype) -> None:
+    """Write what is missing of the pair and its drafts, on the GPU if there is one. ``small``: the draft model's."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not all((path / name / "config.json").exists() for name in ("target", "eagle3")):
+        Maker(Family(), shape, dtype, device).random(path)
+    target = load_model_config(path / "target")
+    model = empty(target)
+    drafts: dict[str, Callable[[], tuple[Named, dict[str, Any]]]] = {
+        "dspark": lambda: block(model, dtype),
+        "medusa": lambda: medusa(model, dtype),
+        "standalone": lambda: standalone(model, small, dtype),
+    }
+    for name, draft in drafts.items():
+        if not (path / name / "config.json").exists():
+            tensors, config = draft()
+            filled = ((n, torch.empty_like(t, dtype=dtype, device=device)) for n, t in tensors)
+            write(scramble(filled), config, path / name)
+
+
+def empty(config: ModelConfig) -> LlamaModel:
+    """A model without data."""
+    with building(torch.bfloat16, torch.device("meta")):
+        return LlamaModel(config, 1)
+
+
+def block(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
+    hidden, layers = target.config.hidden_size, target.config.num_layers
+    config = BlockConfig(
+        layer=dataclasses.replace(target.config.layers[0], qk_norm=True),
+        num_layers=LAYERS,
+        rope=target.config.rope,
+        taps=tuple(i + 1 for i in default_ids(layers, LAYERS)),
+        block_size=BLOCK,
+        mask_id=target.config.vocab_size - 1,
+        after=True,
+        levels=BLOCK,
+        draft_vocab_size=target.config.vocab_size,
+        correction="vanilla",
+        rank=RANK,
+        confidence=hidden + RANK,
+    )
+    with building(dtype, torch.device("meta")):
+        head = BlockHead(config, layers, 1, target)
+    return tensors_of(head), block_config(config, target.config, dtype)
+
+
+def medusa(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
+    """Under the authors' names: head i has its block, then its scores."""
+    rows = target.config.vocab_size
+    with building(dtype, torch.device("meta")):
+        heads = MedusaHeads(target, HEADS, 1, bias=True, scorers=HEADS, rows=rows)
+
+    def named(name: str) -> str:
+        kind, head, rest = name.split(".", 2)
+        return f"{head}.{rest}" if kind == "heads" else f"{head}.1.{rest}"
+
+    return ((named(n), t) for n, t in tensors_of(heads)), {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
+
+
+def standalone(target: LlamaModel, small: Sizes, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
+    eps = target.config.layers[0].rms_norm_eps
+    layer = LayerConfig(
+        small.hidden, small.inner, small.heads, small.kv_heads, small.head_dim, eps, input_size=small.hidden
+    )
+    config = dataclasses.replace(
+        target.config, vocab_size=small.vocab, layers=(layer,) * small.layers, tie_word_embeddings=True
+    )
+    named = ((f"model.{name}", tensor) for name, tensor in tensors_of(empty(config)))
+    return named, target_config(config, dtype)
+
+
+def tensors_of(module: nn.Module) -> Named:
+    return iter(file_tensors(module).items())
+
+
+def read_bytes(path: Path, itemsize: float) -> float:
+    """Of a target's or a draft model's weights that a step reads: layers of ``itemsize`` bytes a number, a head of 2.
+    An embedding is read row by row."""
+    model = empty(load_model_config(path))
+    numbers = sum(each.numel() for each in model.layers.parameters())
+    config = model.config
+    return numbers * itemsize + 2 * config.vocab_size * config.hidden_size
+
 
 BATCHES = (1, 16, 64)
 HEADER = (
@@ -146,9 +239,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--pair", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of what is made")
@@ -159,7 +250,6 @@ def main() -> None:
     parser.add_argument("--controller", action="store_true", help="instead of each case's shape")
     parser.add_argument("--max-batch", type=int, default=64, help="leave larger batches out")
     parser.add_argument("--quick", action="store_true", help="short prompts, small batches: does it run?")
-    parser.add_argument("--output", type=Path, help="not set: benchmarks/results/drafters.json")
     args = parse_load(parser)
     begin = time.perf_counter()
     make(args.pair / RANDOM, SHAPES[args.shape], LLAMA_1B, DTYPES[args.dtype])

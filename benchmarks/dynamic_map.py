@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.acceptance import tokens_per_step
-from benchmarks.common import load_prompts, run_prompts, write_results
+from benchmarks.common import load_prompts, run_prompts
+from benchmarks.results import options, write_results
 from examples.bundled_model.generators.common import Sampler
 from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_turn, open_dialogue
 from specserve import LLM
@@ -181,9 +182,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     add = parser.add_argument
     add("--model", default=str(BUNDLED_MODEL), help="directory of the target")
     add("--draft", help="directory of its draft (default: the bundled one)")
@@ -194,7 +193,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", type=int, nargs="+", default=(8, 4))
     add("--size", type=int, help="rows, instead of --parts")
     add("--interval", type=int, default=8, help="steps between looks")
-    add("--output", type=Path, help="not set: benchmarks/results/dynamic_map.json")
     return parser.parse_args(argv)
 
 

@@ -1,15 +1,22 @@
-"""A small asyncio HTTP client. It parses little, so that hundreds of streams cost the machine under test next to
-nothing, and it can disconnect at any moment."""
+"""A small asyncio HTTP client, and clients in a closed loop. It parses little, so that hundreds of streams cost the
+machine under test next to nothing, and it can disconnect at any moment. Imports only the standard library."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+Job = TypeVar("Job")
+Found = TypeVar("Found")
 
 HEADERS_END = b"\r\n\r\n"
 LAST_CHUNK = b"\r\n0\r\n\r\n"  # no JSON holds a carriage return, so no event looks like it
@@ -17,13 +24,23 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"  # no JSON holds a carriage return, so no event lo
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Seconds from sending the request: ``first`` to the first byte after the headers, ``last`` to the last byte."""
+    """Seconds from sending the request: ``first`` to the first byte after the headers, ``last`` to the last byte,
+    ``arrivals`` to each piece of the body. ``received``: the pieces, chunk sizes and all."""
 
     status: int
     headers: dict[str, str]
-    body: bytes
-    first: float
+    received: Sequence[bytes]
+    arrivals: Sequence[float]
     last: float
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0] if self.arrivals else 0.0
+
+    @property
+    def body(self) -> bytes:
+        whole = b"".join(self.received)
+        return _joined(whole) if "transfer-encoding" in self.headers else whole
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -34,6 +51,16 @@ class Reply:
         if not lines or lines.pop() != b"[DONE]":
             raise ValueError("the stream did not end in [DONE]")
         return [json.loads(line) for line in lines]
+
+    def timed_events(self) -> list[tuple[float, Any]]:
+        """The events, each with the seconds until its last byte came. Servers send an event in one chunk. Raises
+        ValueError unless the stream was told that it ended, or an error event ends it."""
+        ends = list(accumulate(map(len, self.received)))
+        lines = re.finditer(rb"^data: (?!\[DONE\])(.*)$", b"".join(self.received), re.MULTILINE)
+        found = [(self.arrivals[bisect_left(ends, each.end())], json.loads(each[1])) for each in lines]
+        if b"data: [DONE]" not in b"".join(self.received[-2:]) and not (found and found[-1][1].get("error")):
+            raise ValueError("the stream did not end in [DONE]")
+        return found
 
 
 class Left(Exception):
@@ -57,26 +84,31 @@ class Connection:
 
     def __init__(self, url: str) -> None:
         """``url``: ``http://HOST:PORT``."""
-        host, _, port = url.removeprefix("http://").partition(":")
-        self._address = host, int(port)
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port or 80
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, path: str, body: bytes | None = None, leave: Leave | None = None) -> Reply:
         """GET, or POST of a body of JSON. Raises Left, and OSError or EOFError when the server closes."""
         return await self.send(request(path, body), leave)
 
-    async def send(self, raw: bytes, leave: Leave | None = None) -> Reply:
-        """A whole HTTP request as it stands. Raises as ``ask``."""
-        if self._streams is None:
+    async def send(
+        self, raw: bytes, leave: Leave | None = None, begun: Callable[[int], None] = lambda status: None
+    ) -> Reply:
+        """A whole HTTP request as it stands. ``begun`` is told the status when the headers are there. Raises as
+        ``ask``."""
+        if self._streams is None or self._streams[0].at_eof():
+            self.close()
             self._streams = await asyncio.open_connection(*self._address)
         reader, writer = self._streams
-        begun = time.perf_counter()
+        sent = time.perf_counter()
         try:
             writer.write(raw)
             status, headers = await _within(_head(reader), leave.seconds if leave else None)
-            first, parts = 0.0, []
+            begun(status)
+            parts, arrivals = list[bytes](), list[float]()
             async for part in _body(reader, headers):
-                first = first or time.perf_counter() - begun
+                arrivals.append(time.perf_counter() - sent)
                 parts.append(part)
                 if leave is not None and leave.pieces == len(parts):
                     raise Left(len(parts))
@@ -85,9 +117,7 @@ class Connection:
             raise
         if headers.get("connection") == "close":
             self.close()
-        body = b"".join(parts)
-        chunked = "transfer-encoding" in headers
-        return Reply(status, headers, _joined(body) if chunked else body, first, time.perf_counter() - begun)
+        return Reply(status, headers, parts, arrivals, time.perf_counter() - sent)
 
     def close(self) -> None:
         """At once, without a word."""
@@ -110,8 +140,28 @@ def ask_once(url: str, path: str, body: bytes | None = None) -> Reply:
     return asyncio.run(send_once(url, request(path, body)))
 
 
-def request(path: str, body: bytes | None = None) -> bytes:
-    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: load\r\n"
+async def closed_loop(
+    url: str,
+    clients: int,
+    jobs: Callable[[int], Iterable[Job]],
+    work: Callable[[Connection, Job], Awaitable[Found]],
+) -> list[Found]:
+    """Each client, with a connection of its own, begins its next job when it is done with one. ``jobs``: those of the
+    client of that number; clients may share an iterator."""
+
+    async def client(number: int) -> list[Found]:
+        connection = Connection(url)
+        try:
+            return [await work(connection, job) for job in jobs(number)]
+        finally:
+            connection.close()
+
+    return [each for found in await asyncio.gather(*map(client, range(clients))) for each in found]
+
+
+def request(path: str, body: bytes | None = None, headers: str = "") -> bytes:
+    """``headers``: more lines, each with its end."""
+    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: load\r\n{headers}"
     if body is not None:
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return head.encode() + b"\r\n" + (body or b"")

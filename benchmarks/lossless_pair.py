@@ -26,15 +26,11 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.common import (
-    SPARE_POSITIONS,
-    make_prompts,
-    shape_settings,
-    weights_kept,
-    write_results,
-)
-from benchmarks.long_context import longer_contexts
-from benchmarks.lossless import SAMPLING, first_difference, predicted_text
+from benchmarks.changing_load import longer_contexts
+from benchmarks.common import SPARE_POSITIONS, make_prompts, shape_settings, weights_kept
+from benchmarks.configurations import SAMPLING
+from benchmarks.lossless import first_difference, predicted_text
+from benchmarks.results import options, write_results
 from specserve import LLM, SamplingParams
 from specserve.core import TokenLogprob
 from specserve.outputs import RequestOutput
@@ -162,9 +158,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--pair", type=Path, required=True, help="folder of target and eagle3")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--texts", type=int, default=200)
@@ -178,7 +172,6 @@ def main() -> None:
     )
     parser.add_argument("--prompts", choices=("random", "heldout"), default="random")
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
-    parser.add_argument("--output", type=Path, help="not set: benchmarks/results/lossless_pair.json")
     args = parser.parse_args()
     args.model = str(args.pair / "target")
     args.alone = min(args.alone, args.texts)

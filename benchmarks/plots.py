@@ -5,13 +5,13 @@ python -m benchmarks.plots [--only throughput changing_load] [--results benchmar
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
+from benchmarks.results import options
 
 Rows = Sequence[dict[str, Any]]
 MARKERS = {"SGLang": "x", "vLLM": "+"}
@@ -151,9 +151,7 @@ PICTURES: dict[str, Callable[[Any, Path], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, output=False)
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images")

@@ -1,18 +1,4 @@
-"""Load any OpenAI-compatible server over HTTP with streaming, as its users do.
-
-    python -m benchmarks.serving --url http://127.0.0.1:30000 --model NAME [--clients 1 16 64] [--rounds 8]
-        [--rate 4 8] [--prompt-tokens 512] [--new-tokens 256] [--lengths fixed|sharegpt] [--text] [--json FILE]
-
-Imports only the standard library, so that the same script measures every server. Closed loop: each of ``--clients``
-sends its next request when the last is answered, ``--rounds`` times. Open loop: requests arrive at ``--rate`` per
-second, at random (Poisson), for ``--seconds``. Prompts are random token ids, or with ``--text`` random words, all
-different so that no prefix is cached. ``sharegpt``: lengths around ``--prompt-tokens`` and ``--new-tokens`` with the
-spread of conversations (log-normal, sigma 1.1 and 0.9).
-
-TTFT is from sending a request to its first token. A chunk of a stream may hold several tokens: ``gap`` is the time
-between chunks, TPOT a request's time after the first token divided by its other tokens. Goodput counts the requests
-whose TTFT and TPOT are within ``--slo-ttft`` and ``--slo-tpot`` milliseconds.
-"""
+"""Load any OpenAI-compatible server over HTTP with streaming, as its users do; or an ``LLM`` with the same requests."""
 
 from __future__ import annotations
 
@@ -23,14 +9,17 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-WORDS = (
+from benchmarks.http_client import Connection, Reply, closed_loop, request
+from benchmarks.results import options, run_command, write_results
+
+WORDS = [
     "the",
     "of",
     "and",
@@ -48,7 +37,7 @@ WORDS = (
     "on",
     "not",
     "he",
-)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,50 +93,30 @@ def body(load: Load, rng: random.Random) -> bytes:
     return json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}}).encode()
 
 
-class Client:
-    """One connection, kept alive."""
+Outcome = tuple[float, Reply | str]
+"""When a request was sent, and the reply or what failed."""
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        found = urlsplit(load.url)
-        assert found.hostname is not None
-        self._address = found.hostname, found.port or 80
-        self._path = found.path.rstrip("/") + "/v1/completions"
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, sent: bytes) -> Answer:
-        answer = Answer(time.time())
-        begin = time.perf_counter()
-        try:
-            if self._streams is None:
-                self._streams = await asyncio.open_connection(*self._address)
-            await self._read(sent, answer, begin)
-        except (OSError, EOFError, ValueError) as error:
-            answer.error = f"{type(error).__name__}: {error}"
-            self.close()
-        return answer
+async def ask(connection: Connection, load: Load, sent: bytes) -> Outcome:
+    key = f"authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
+    path = urlsplit(load.url).path.rstrip("/") + "/v1/completions"
+    at = time.time()
+    try:
+        return at, await connection.send(request(path, sent, key))
+    except (OSError, EOFError, ValueError) as error:
+        return at, f"{type(error).__name__}: {error}"
 
-    async def _read(self, sent: bytes, answer: Answer, begin: float) -> None:
-        assert self._streams is not None
-        reader, writer = self._streams
-        key = f"authorization: Bearer {self._load.api_key}\r\n" if self._load.api_key else ""
-        head = f"POST {self._path} HTTP/1.1\r\nhost: {self._address[0]}\r\n{key}content-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
-        status = (await reader.readline()).decode()
-        while (await reader.readline()).strip():
-            pass
-        if " 200 " not in status:
-            raise ValueError(status.strip() or "closed")
-        while True:  # server-sent events, whatever chunks carry them
-            line = await reader.readline()
-            if not line:
-                raise EOFError("the stream was cut")
-            if not line.startswith(b"data: "):
-                continue
-            if line.startswith(b"data: [DONE]"):
-                break
-            now = time.perf_counter() - begin
-            event = json.loads(line[6:])
+
+def read(outcome: Outcome) -> Answer:
+    """Tokens and times of a stream. It is read after the load, which it would slow down."""
+    at, reply = outcome
+    answer = Answer(at)
+    try:
+        if isinstance(reply, str):
+            raise ValueError(reply)
+        if reply.status != 200:
+            raise ValueError(f"{reply.status} {reply.body[:200].decode(errors='replace')}")
+        for now, event in reply.timed_events():
             if event.get("error"):
                 raise ValueError(str(event["error"]))
             if event.get("choices"):
@@ -156,33 +125,28 @@ class Client:
                 answer.first, answer.last = answer.first or now, now
             if event.get("usage"):
                 answer.tokens = event["usage"]["completion_tokens"]
-        while (await reader.readline()) != b"0\r\n":
-            pass
-        await reader.readline()
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+    except ValueError as error:
+        answer.error = str(error)
+    return answer
 
 
-async def closed_loop(load: Load) -> list[Answer]:
-    async def client(number: int) -> list[Answer]:
-        rng, connection = random.Random(f"{load.seed} {number}"), Client(load)
-        found = [await connection.ask(body(load, rng)) for _ in range(load.rounds)]
-        connection.close()
-        return found
+async def run_clients(load: Load) -> list[Outcome]:
+    """``clients`` that ask ``rounds`` times."""
 
-    return [answer for found in await asyncio.gather(*map(client, range(load.clients))) for answer in found]
+    def bodies(number: int) -> Iterator[bytes]:
+        rng = random.Random(f"{load.seed} {number}")
+        return (body(load, rng) for _ in range(load.rounds))
+
+    return await closed_loop(load.url, load.clients, bodies, lambda each, sent: ask(each, load, sent))
 
 
-async def open_loop(load: Load) -> list[Answer]:
-    rng, tasks = random.Random(load.seed), list[asyncio.Task[Answer]]()
+async def open_loop(load: Load) -> list[Outcome]:
+    rng, tasks = random.Random(load.seed), list[asyncio.Task[Outcome]]()
 
-    async def one(sent: bytes) -> Answer:
-        connection = Client(load)
+    async def one(sent: bytes) -> Outcome:
+        connection = Connection(load.url)
         try:
-            return await connection.ask(sent)
+            return await ask(connection, load, sent)
         finally:
             connection.close()
 
@@ -194,7 +158,7 @@ async def open_loop(load: Load) -> list[Answer]:
 
 
 def run(load: Load) -> list[Answer]:
-    return asyncio.run(closed_loop(load) if load.clients else open_loop(load))
+    return [*map(read, asyncio.run(run_clients(load) if load.clients else open_loop(load)))]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -223,7 +187,7 @@ def summary(answers: Sequence[Answer], slo_ttft: float, slo_tpot: float) -> dict
     }
 
 
-def line(name: str, found: dict[str, Any]) -> str:
+def load_line(name: str, found: dict[str, Any]) -> str:
     parts = [f"{found[what][p]:8.1f}" for what in ("ttft_ms", "tpot_ms", "gap_ms") for p in ("p50", "p99")]
     counts = f"{found['requests']:8d} {found['failed']:6d}"
     return f"{name:>9} {counts} {found['tokens_per_second']:9.0f} {found['goodput_per_second']:8.2f} {' '.join(parts)}"
@@ -257,9 +221,22 @@ def loads(args: argparse.Namespace) -> list[tuple[str, list[Load]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Load any OpenAI-compatible server over HTTP with streaming, as its users do.
+
+        python -m benchmarks.serving --url http://127.0.0.1:30000 --model NAME [--clients 1 16 64] [--rounds 8]
+            [--rate 4 8] [--prompt-tokens 512] [--new-tokens 256] [--lengths fixed|sharegpt] [--text] [--json FILE]
+
+    Imports only the standard library, so that the same script measures every server. Closed loop: each of
+    ``--clients`` sends its next request when the last is answered, ``--rounds`` times. Open loop: requests arrive
+    at ``--rate`` per second, at random (Poisson), for ``--seconds``. Prompts are random token ids, or with
+    ``--text`` random words, all different so that no prefix is cached. ``sharegpt``: lengths around
+    ``--prompt-tokens`` and ``--new-tokens`` with the spread of conversations (log-normal, sigma 1.1 and 0.9).
+
+    TTFT is from sending a request to its first token. A chunk of a stream may hold several tokens: ``gap`` is the
+    time between chunks, TPOT a request's time after the first token divided by its other tokens. Goodput counts the
+    requests whose TTFT and TPOT are within ``--slo-ttft`` and ``--slo-tpot`` milliseconds.
+    """
+    parser = options(main.__doc__, output=False)
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:30000", help="without /v1")
     add("--model", required=True)
@@ -284,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, parts in loads(args):
             answers = [answer for found in pool.map(run, parts) for answer in found]
             rows[name] = summary(answers, args.slo_ttft, args.slo_tpot)
-            print(line(name, rows[name]), flush=True)
+            print(load_line(name, rows[name]), flush=True)
             for error in rows[name]["errors"]:
                 print(f"          {error}", file=sys.stderr)
     if args.json is not None:
@@ -292,5 +269,64 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.json.write_text(json.dumps({"given": given, "loads": rows}, indent=1, default=str) + "\n")
 
 
+RUNNING = 256
+
+
+def measure_llm(llm: Any, clients: int, rounds: int, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens and seconds of all rounds, prompts included."""
+    from specserve import SamplingParams
+
+    rng = random.Random(clients)
+    params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
+    tokens, seconds = 0, 0.0
+    for _ in range(rounds):
+        prompts = [
+            rng.choices(range(args.vocab // 2, args.vocab), k=args.prompt_tokens) for _ in range(clients)
+        ]
+        begin = time.perf_counter()
+        tokens += sum(len(output.token_ids) for output in llm.generate(prompts, params))
+        seconds += time.perf_counter() - begin
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def in_process() -> None:
+    """The requests of ``benchmarks.serving`` through ``LLM.generate``: what a server over HTTP is held against.
+
+        python -m benchmarks.serving in_process --model DIR/target --eagle3 DIR/eagle3 [--shape adaptive]
+            [--clients 1 16 64]
+
+    Each of ``--rounds`` calls has one prompt for each client. At most 256 run at a time, and for more clients than
+    that there is one call. Prompts are random, all different.
+    """
+    from benchmarks.common import shape_settings
+    from specserve import LLM
+
+    parser = options(in_process.__doc__)
+    add = parser.add_argument
+    add("--model", required=True)
+    add("--eagle3", required=True)
+    add("--shape", default="adaptive", help="adaptive, off, or steps,topk,tokens")
+    add("--clients", type=int, nargs="+", default=[1, 16, 64, 128, 256, 1000])
+    add("--rounds", type=int, default=8, help="one for more clients than run at a time")
+    add("--prompt-tokens", type=int, default=512)
+    add("--new-tokens", type=int, default=256)
+    add("--vocab", type=int, default=3000, help="token ids are from its upper half")
+    args = parser.parse_args()
+    settings: dict[str, Any] = {"max_running_requests": RUNNING, "disable_radix_cache": True}
+    if args.shape != "off":
+        settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
+    if args.shape not in ("off", "adaptive"):
+        first, second, third = map(int, args.shape.split(","))
+        settings |= shape_settings((first, second, third))
+    settings["model_path"] = args.model
+    rows = {}
+    with LLM(**settings) as llm:
+        measure_llm(llm, 1, 1, args)
+        for clients in args.clients:
+            rows[clients] = measure_llm(llm, clients, args.rounds if clients <= RUNNING else 1, args)
+            print(f"{args.shape} {clients:5}: {rows[clients]['tokens_per_second']:7.0f} tokens/s", flush=True)
+    write_results("in_process", {"shape": args.shape, "clients": rows}, args.output)
+
+
 if __name__ == "__main__":
-    main()
+    run_command(main, in_process)

@@ -26,11 +26,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import shape_settings, write_results
+from benchmarks.common import shape_settings
 from benchmarks.http_client import Connection, Reply
+from benchmarks.results import options, write_results
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 
 READY_WITHIN = 300.0
@@ -257,9 +257,7 @@ def _get(port: int, path: str) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--model", default=str(BUNDLED_MODEL))
     parser.add_argument("--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]))
     parser.add_argument(
@@ -270,7 +268,6 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--requests", action="store_true", help="also time the first requests of each kind")
     parser.add_argument("--port", type=int, default=30123)
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.doors:
         print(write_results("startup_doors", {"rows": compare_doors(args)}, args.output))

@@ -14,109 +14,85 @@ kind. Other arguments go to every benchmark that runs. One that fails does not s
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-import benchmarks.adaptive
-import benchmarks.changing_load
-import benchmarks.dynamic_map
-import benchmarks.long_context
-import benchmarks.mixed_batch
-import benchmarks.prefill
-import benchmarks.single_stream
-import benchmarks.step_trace
-import benchmarks.throughput
-import benchmarks.tuner
-import benchmarks.waterfall
-from benchmarks.common import result_name, weights_kept, write_results
+from benchmarks.common import weights_kept
 from benchmarks.cost_faithful import RANDOM, USELESS
+from benchmarks.results import options, result_name, write_results
 from specserve.config.settings import ROUNDED
 
 IMAGES = Path("docs/images")
+TRACES = (("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32))
 
 
 def commands(
     pair: Path, results: Path, quantizations: Sequence[str] = ("none",)
-) -> dict[str, list[tuple[Callable[[], None], list[str]]]]:
-    """What each name runs: a benchmark's ``main`` and its arguments."""
+) -> dict[str, list[tuple[str, list[str]]]]:
+    """What each name runs: a benchmark and its arguments."""
     target = ["--model", str(pair / "target")]
-    trained = [*target, "--eagle3", str(pair / "eagle3")]
-    useless = [*target, "--eagle3", str(pair / USELESS)]
+    trained, useless = ([*target, "--eagle3", str(pair / draft)] for draft in ("eagle3", USELESS))
     random_target = ["--model", str(pair / RANDOM / "target"), "--prompts", "random"]
     random = [*random_target, "--eagle3", str(pair / RANDOM / "eagle3")]
 
-    def into(name: str) -> list[str]:
-        return ["--output", str(results / f"{name}.json")]
+    def run(benchmark: str, given: list[str], name: str, picture: str = "") -> tuple[str, list[str]]:
+        drawn = [picture, str(IMAGES / f"{name}.png")] if picture else []
+        return benchmark, [*given, *drawn, "--output", str(results / f"{name}.json")]
 
-    steps, throughput = benchmarks.single_stream.main, benchmarks.throughput.main
-    prefill, trace = benchmarks.prefill.main, benchmarks.step_trace.main
-    adaptive, load = benchmarks.adaptive.main, benchmarks.changing_load.main
-    traces = [("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32), ("5,8,32", 1)]
+    single, prefill, load = "steps single_stream", "steps prefill", "changing_load"
     return {
         "steps": [
-            (steps, [*random, "--quantization", kind, *into(result_name("single_stream", kind))])
-            for kind in quantizations
+            run(single, [*random, "--quantization", each], result_name("single_stream", each))
+            for each in quantizations
         ],
-        "useless": [(steps, [*useless, *into("single_stream_useless")])],
-        "tokens": [(steps, [*trained, "--repeats", "1", *into("single_stream_trained")])],
-        "throughput": [
-            (
-                throughput,
-                [*trained, "--repeats", "1", "--plot", str(IMAGES / "throughput.png"), *into("throughput")],
-            )
-        ],
+        "useless": [run(single, useless, "single_stream_useless")],
+        "tokens": [run(single, [*trained, "--repeats", "1"], "single_stream_trained")],
+        "throughput": [run("steps throughput", [*trained, "--repeats", "1"], "throughput", "--plot")],
         "prefill": [
             *(
-                (prefill, [*random_target, "--quantization", kind, *into(result_name("prefill", kind))])
-                for kind in quantizations
+                run(prefill, [*random_target, "--quantization", each], result_name("prefill", each))
+                for each in quantizations
             ),
-            (prefill, [*random, "--shape", "3,1,4", *into("prefill_eagle3")]),
+            run(prefill, [*random, "--shape", "3,1,4"], "prefill_eagle3"),
         ],
         "adaptive": [
-            (adaptive, [*trained, *into("adaptive_h200")]),
-            (adaptive, [*useless, *into("adaptive_useless_h200")]),
+            run("adaptive", trained, "adaptive_h200"),
+            run("adaptive", useless, "adaptive_useless_h200"),
         ],
-        "changing_load": [
-            (load, [*trained, "--plot", str(IMAGES / "changing_load.png"), *into("changing_load")])
-        ],
-        "long_context": [(benchmarks.long_context.main, [*trained, *into("long_context")])],
+        "changing_load": [run(load, trained, "changing_load", "--plot")],
+        "long_context": [run(f"{load} long_context", trained, "long_context")],
+        "mixed_batch": [run(f"{load} mixed_batch", trained, "mixed_batch")],
         "dynamic_map": [
-            (
-                benchmarks.dynamic_map.main,
-                [*target, "--draft", str(pair / "eagle"), "--size", "512", *into("dynamic_map_h200")],
+            run(
+                "dynamic_map",
+                [*target, "--draft", str(pair / "eagle"), "--size", "512"],
+                "dynamic_map_h200",
             )
         ],
-        "tuner": [(benchmarks.tuner.main, [*trained, *into("tuner")])],
-        "waterfall": [
-            (
-                benchmarks.waterfall.main,
-                [*random, "--picture", str(IMAGES / "waterfall.png"), *into("waterfall")],
-            )
-        ],
-        "mixed_batch": [(benchmarks.mixed_batch.main, [*trained, *into("mixed_batch")])],
+        "tuner": [run("adaptive tuner", trained, "tuner")],
+        "waterfall": [run("trace waterfall", random, "waterfall", "--picture")],
         "traces": [
-            (
-                trace,
-                [
-                    *random,
-                    "--shape",
-                    shape,
-                    "--batch",
-                    str(batch),
-                    "--picture",
-                    str(IMAGES / f"{name}.png"),
-                    *into(name),
-                ],
+            run(
+                "trace",
+                [*random, "--shape", shape, "--batch", str(batch)],
+                f"step_trace_{shape.replace(',', '_')}_b{batch}",
+                "--picture",
             )
-            for shape, batch in traces
-            for name in [f"step_trace_{shape.replace(',', '_')}_b{batch}"]
+            for shape, batch in TRACES
         ],
     }
+
+
+def run_benchmark(name: str, arguments: Sequence[str]) -> None:
+    """As its command does, in this process."""
+    module, _, command = name.partition(" ")
+    with patch.object(sys, "argv", [f"benchmarks.{name}", *arguments]):
+        getattr(import_module(f"benchmarks.{module}"), command or "main")()
 
 
 def kernel_tables(results: Path) -> None:
@@ -130,9 +106,7 @@ def kernel_tables(results: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, output=False)
     names = [*commands(Path(), Path()), "kernels"]
     parser.add_argument("--pair", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
@@ -149,15 +123,14 @@ def main() -> None:
             if name == "kernels":
                 kernel_tables(args.results)
                 continue
-            for run, arguments in commands(args.pair, args.results, args.quantization)[name]:
-                line = [run.__module__, *arguments, *rest]
-                print("\n" + " ".join(line), flush=True)
+            for benchmark, arguments in commands(args.pair, args.results, args.quantization)[name]:
+                line = " ".join([f"benchmarks.{benchmark}", *arguments, *rest])
+                print(f"\n{line}", flush=True)
                 try:
-                    with patch.object(sys, "argv", line):
-                        run()
+                    run_benchmark(benchmark, [*arguments, *rest])
                 except (Exception, SystemExit):
                     traceback.print_exc()
-                    failed.append(" ".join(line))
+                    failed.append(line)
     if failed:
         raise SystemExit("\n".join(["failed:", *failed]))
 

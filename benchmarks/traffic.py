@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection as Pipe
 from time import perf_counter
 from typing import Any
 
-from benchmarks.http_client import Connection, Leave, Left, Reply, as_json, request, send_once
+from benchmarks.http_client import Connection, Leave, Left, Reply, as_json, closed_loop, request, send_once
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -135,7 +135,7 @@ class Traffic:
 
     async def run(self) -> Outcome:
         begun = perf_counter()
-        await asyncio.gather(*(self._client() for _ in range(self._plan.clients)))
+        await closed_loop(self._plan.url, self._plan.clients, lambda _: self._work, self._do)
         self.outcome.wall = perf_counter() - begun
         return self.outcome
 
@@ -147,14 +147,11 @@ class Traffic:
         self._random.shuffle(kinds)
         return kinds
 
-    async def _client(self) -> None:
-        connection = Connection(self._plan.url)
-        for kind in self._work:
-            if kind == "malformed":
-                await self._send_nonsense(connection)
-            else:
-                await self._ask(connection, self._moment() if kind == "left" else None)
-        connection.close()
+    async def _do(self, connection: Connection, kind: str) -> None:
+        if kind == "malformed":
+            await self._send_nonsense(connection)
+        else:
+            await self._ask(connection, self._moment() if kind == "left" else None)
 
     def _moment(self) -> Leave:
         """Half leave within an answer, the others before it: a part nearly at once, a part while they wait."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,19 +15,17 @@ import pytest
 import torch
 
 from benchmarks import (
+    adaptive,
     constrained_speed,
     drafters,
     floors,
-    random_drafts,
-    stepping,
+    steps,
     suite,
-    tuner,
 )
+from benchmarks.closed_loop import NONE, forced_levels
 from benchmarks.common import load_options, open_llm, weights_kept
-from benchmarks.forced import NONE, forced_levels
-from benchmarks.step_trace import Event, own_times
-from benchmarks.waterfall import bars, lines, parts, picture
-from benchmarks.widen import SHAPES, Named, Shape
+from benchmarks.cost_faithful import SHAPES, Named, Sizes
+from benchmarks.trace import Event, bars, lines, own_times, parts, waterfall_picture
 from specserve import SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.models.read_config import load_model_config
@@ -70,8 +67,8 @@ def test_steps_of_all_requests_are_told_from_those_of_fewer() -> None:
 
     engine = SimpleNamespace(stats=lambda: SimpleNamespace(steps=0))
     llm: Any = SimpleNamespace(engine=engine)
-    with patch.object(stepping, "generate_timed", generate):
-        found = stepping.measure(llm, [[1]] * 6, 80, 1)
+    with patch.object(steps, "generate_timed", generate):
+        found = steps.measure(llm, [[1]] * 6, 80, 1)
     assert found["full_ms_per_step"] == pytest.approx(70)
     assert found["ms_per_step"] == pytest.approx((77 * 70 + 2 * 30 + 2 * 50) / 79)
 
@@ -106,25 +103,23 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
     [
         ("adaptive", ["--batches", "1", "2", "--shapes", "2,1,3", "--requests", "4"]),
         ("changing_load", ["--seconds", "0.05", "--plot", "PICTURE"]),
-        ("long_context", []),
-        ("mixed_batch", ["--seconds", "0.2"]),
+        ("changing_load long_context", []),
+        ("changing_load mixed_batch", ["--seconds", "0.2"]),
         ("constrained_speed", ["--batches", "2", "--shapes", "3,1,4", "--schemas", "bounded"]),
-        ("single_stream", ["--max-batch", "1", "--shapes", "off", "7,1,8", "--quantization", "int4"]),
+        ("steps single_stream", ["--max-batch", "1", "--shapes", "off", "7,1,8", "--quantization", "int4"]),
     ],
 )
 def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, picture = tmp_path / "results.json", tmp_path / "picture.png"
     given = [str(picture) if each == "PICTURE" else each for each in arguments]
-    module = importlib.import_module(f"benchmarks.{name}")
     try:
-        with patch("sys.argv", [module.__name__, "--quick", "--output", str(output), *given]):
-            module.main()
+        suite.run_benchmark(name, ["--quick", "--output", str(output), *given])
     finally:
         gc.unfreeze()  # Triton would report as leaked what is out of garbage collection when this process ends
     record = json.loads(output.read_text())
     assert record["command"].startswith(f"python -m benchmarks.{name} --quick")
     assert record["figures"]
-    words = {"constrained_speed": "step_ratio", "single_stream": "(7, 1, 8)"}
+    words = {"constrained_speed": "step_ratio", "steps single_stream": "(7, 1, 8)"}
     assert words.get(name, "adaptive") in capsys.readouterr().out
     assert picture.exists() == ("PICTURE" in arguments)
 
@@ -173,11 +168,11 @@ def test_a_row_is_written_before_the_next_is_measured(
         figures = dict.fromkeys(
             ("ms_per_step", "full_ms_per_step", "tokens_per_second", "accepted_length"), 1.0
         )
-        yield stepping.row(args, shape, 1, None, figures)
+        yield steps.row(args, shape, 1, None, figures)
         raise error
 
-    monkeypatch.setattr(stepping, "run_shape", fail)
-    monkeypatch.setattr(stepping, "applies", lambda path: False)
+    monkeypatch.setattr(steps, "run_shape", fail)
+    monkeypatch.setattr(steps, "applies", lambda path: False)
     given = ["--pair", "PAIR", "--only", "steps", "--quantization", "fp8", "int4", "--results", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["suite", *given, "--shapes", "off"])
     with pytest.raises(SystemExit, match="failed"):
@@ -191,8 +186,8 @@ def test_a_row_is_written_before_the_next_is_measured(
 
 def test_steps_of_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Random drafts load, and none of theirs is accepted."""
-    shape, small = Shape(320, 768, 14, 8, 2, 64, 4200, 3100), Shape(64, 128, 2, 2, 1, 32, 4200, 0)
-    random_drafts.make(tmp_path / "random", shape, small, torch.bfloat16)
+    shape, small = Sizes(320, 768, 14, 8, 2, 64, 4200, 3100), Sizes(64, 128, 2, 2, 1, 32, 4200, 0)
+    drafters.make(tmp_path / "random", shape, small, torch.bfloat16)
     names, output = ["off", "FREE", "DSPARK", "STANDALONE", "MEDUSA"], tmp_path / "results.json"
     arguments = ["--quick", "--max-batch", "1", "--pair", str(tmp_path), "--output", str(output)]
     try:
@@ -213,13 +208,11 @@ def test_random_drafts_have_published_sizes() -> None:
 
     wide, config = SHAPES["llama-3.1-8b"], load_model_config(BUNDLED_MODEL)
     layers = (wide.layer(config.layers[0]),) * wide.layers
-    target = random_drafts.empty(
-        replace(config, vocab_size=wide.vocab, layers=layers, tie_word_embeddings=False)
-    )
-    assert size(random_drafts.tensors_of(target)) == 8_030_261_248  # Llama-3.1-8B
-    made = random_drafts.standalone(target, random_drafts.LLAMA_1B, torch.bfloat16)
+    target = drafters.empty(replace(config, vocab_size=wide.vocab, layers=layers, tie_word_embeddings=False))
+    assert size(drafters.tensors_of(target)) == 8_030_261_248  # Llama-3.1-8B
+    made = drafters.standalone(target, drafters.LLAMA_1B, torch.bfloat16)
     assert size(made[0]) == 1_235_814_400  # Llama-3.2-1B
-    tensors, written = random_drafts.block(target, torch.bfloat16)
+    tensors, written = drafters.block(target, torch.bfloat16)
     assert dict(tensors)["fc.weight"].shape == (4096, 5 * 4096)
     assert written["dflash_config"]["target_layer_ids"] == [1, 8, 15, 22, 29]
 
@@ -318,7 +311,7 @@ def test_bars_add_up_to_the_step(tmp_path: Path) -> None:
     assert found["norm"]["launches"] == 3
     assert found["gaps"]["us"] == pytest.approx(0)
     assert lines(rows)[-1].startswith("all")
-    picture([("before", rows), ("after", rows)], tmp_path / "waterfall.png")
+    waterfall_picture([("before", rows), ("after", rows)], tmp_path / "waterfall.png")
     assert (tmp_path / "waterfall.png").stat().st_size > 10_000
 
 
@@ -333,12 +326,12 @@ def test_a_pick_is_judged_by_the_exhaustive_search(tmp_path: Path, monkeypatch: 
     all_ = [board(1, [5, 1, 6], s3_1_4=2.0, s5_1_6=2.1), board(8, [5, 1, 6], s3_1_4=0.9, s5_1_6=0.8)]
     runs = {"tuned": (tuned, (3, 1, 4), 60.0), "exhaustive": (all_, (5, 1, 6), 200.0)}
     asked: list[Sequence[str]] = []
-    monkeypatch.setattr(tuner, "tune", lambda given, directory, name: asked.append(given) or runs[name])
-    found = tuner.compare(["--a"], 1.0, 2.0, tmp_path)
+    monkeypatch.setattr(adaptive, "tune", lambda given, directory, name: asked.append(given) or runs[name])
+    found = adaptive.compare(["--a"], 1.0, 2.0, tmp_path)
     assert asked == [["--a", "--minutes", "1.0"], ["--a", "--minutes", "2.0", "--exhaustive"]]
     assert found["share"] == pytest.approx((2.0 / 2.1 * 0.9 / 0.8) ** 0.5)
     small, large = found["batches"]
     assert (small["pick"], small["best"]) == ((3, 1, 4), (5, 1, 6))
     assert small["share"] == pytest.approx(2.0 / 2.1)
     assert (large["pick"], large["best"], large["share"]) == (None, None, 1)
-    assert "share 0.952, goal 0.98" in tuner.lines("code", found)[2]
+    assert "share 0.952, goal 0.98" in adaptive.tuner_lines("code", found)[2]

@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.cost_faithful import USELESS, Family, Maker, layer_order
-from benchmarks.widen import Shape
+from benchmarks.cost_faithful import USELESS, Family, Maker, Sizes, layer_order
 from specserve import LLM, SamplingParams
 from specserve.outputs import RequestOutput
 from tests.reference import eagle, llama
 from tests.reference.models import Checkpoint
 
 SMALL = Family()
-SHAPE = Shape(
+SHAPE = Sizes(
     hidden=512, inner=1024, layers=14, heads=16, kv_heads=4, head_dim=64, vocab=5000, draft_vocab=3200
 )
 VOCAB, DRAFT_VOCAB = 4096, 3072  # of the bundled model

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import methods
+from benchmarks import acceptance
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -80,10 +80,10 @@ def test_lossless() -> None:
 
 
 def test_the_methods_compared() -> None:
-    """As ``python -m benchmarks.methods`` prints them."""
+    """As ``python -m benchmarks.acceptance methods`` prints them."""
     found = figures("methods")
-    assert "\n".join(methods.table(found)) in PERFORMANCE
-    assert methods.comparison(found) in " ".join(PERFORMANCE.split())
+    assert "\n".join(acceptance.table(found)) in PERFORMANCE
+    assert acceptance.comparison(found) in " ".join(PERFORMANCE.split())
 
 
 def test_the_gain_in_the_readme() -> None:

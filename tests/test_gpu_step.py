@@ -17,16 +17,8 @@ import pytest
 import torch
 
 from benchmarks.common import PROMPTS
-from benchmarks.lossless import (
-    Item,
-    Models,
-    first_difference,
-    make_items,
-    read_prompts,
-    run_matrix,
-    tie_gap,
-)
-from benchmarks.pairwise import pairwise
+from benchmarks.configurations import pairwise
+from benchmarks.lossless import Item, Models, first_difference, make_items, read_prompts, run_matrix, tie_gap
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.core import Thought

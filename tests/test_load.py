@@ -1,5 +1,5 @@
 """The real engine behind a real server under load: disconnects, malformed requests, a full queue, a stalled reader, a
-killed engine, a stop. ``benchmarks/load.py`` is the large version."""
+killed engine, a stop. ``python -m benchmarks.soak`` is the large version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.http_client import LAST_CHUNK, Reply, as_json, ask_once, request, send_once
-from benchmarks.load import DRAFTING, answer_alone, faults, load, make_asks, metrics, serving
+from benchmarks.soak import DRAFTING, answer_alone, faults, load, make_asks, metrics, serving
 from benchmarks.traffic import COMPLETIONS, Ask, Plan, Said, said, said_in_stream
 from tests.front.processes import Server, wait
 

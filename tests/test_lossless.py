@@ -19,11 +19,9 @@ from specserve_kernels import Accepted, Slots, Tree, accept_path
 from torch import Tensor
 
 from benchmarks import lossless_pair
-from benchmarks.common import weights_kept, write_results
+from benchmarks.common import weights_kept
+from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, pairwise
 from benchmarks.lossless import (
-    CHOICES,
-    EXTRAS,
-    SAMPLING,
     Difference,
     Item,
     Models,
@@ -40,7 +38,7 @@ from benchmarks.lossless import (
     summary_lines,
     tie_gap,
 )
-from benchmarks.pairwise import pairwise
+from benchmarks.results import write_results
 from specserve import LLM, SamplingParams
 from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.outputs import CompletionOutput, RequestOutput

@@ -19,8 +19,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from benchmarks.balancer import free_port
-from benchmarks.failover_load import STREAM_COMPLETE, WHOLE_OK, Load
+from benchmarks.failover import STREAM_COMPLETE, WHOLE_OK, Load, free_port
 from examples.ray_serve.prefix import PREFIX, SLACK, prefix_of, rank
 from tests import fake_ray
 from tests.front import processes
@@ -223,7 +222,7 @@ def fake_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def kill_a_server() -> None:
     """Its replica lives on until Serve looks after its health."""
     if HAS_RAY:
-        from benchmarks.ray_failover import replica_pids, servers_of
+        from benchmarks.failover import replica_pids, servers_of
 
         pids = servers_of(next(iter(replica_pids().values())))
     else:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specserve.engine.runner
-from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
-from benchmarks.pairwise import pairwise
+from benchmarks.configurations import CHOICES, SAMPLING, pairwise
+from benchmarks.lossless import Models, make_items, run_matrix
 from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
 from specserve.config import make_settings, resolve

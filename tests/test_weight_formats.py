@@ -16,8 +16,8 @@ import torch
 from specserve_kernels import FP8, Rounded, round_inputs
 from torch import Tensor
 
+from benchmarks.configurations import pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
-from benchmarks.pairwise import pairwise
 from specserve.config import Settings, make_settings
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_results
+from benchmarks.results import write_results
 from examples.bundled_model.check_answer import (
     STRUCTURED,
     check_answer,

@@ -47,7 +47,7 @@ class Server:
         done = "ready: http"
         wait(lambda: self.process.poll() is not None or any(done in line for line in self.lines), seconds)
         text = "".join(self.lines)
-        found = re.search(r"ready: (http://\S+)", text)
+        found = re.search(r"ready: (http://[^\s\"]+)", text)
         assert found, text
         self.url = found[1]
         return self

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from benchmarks.marked import MARKS, marked_model
+from benchmarks.constrained import MARKS, marked_model
 from specserve.config.paths import BUNDLED_DRAFTS
 from tests.front.live import Live, live
 from tests.front.test_process import wait

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from benchmarks.marked import MARKS, marked_model
+from benchmarks.constrained import MARKS, marked_model
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS
 from tests.front.live import Live, live

@@ -14,8 +14,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.balancer import free_port, nginx
-from benchmarks.failover_load import STREAM_BROKEN, STREAM_COMPLETE, STREAM_ERROR_EVENT, WHOLE_OK, Load
+from benchmarks.failover import (
+    STREAM_BROKEN,
+    STREAM_COMPLETE,
+    STREAM_ERROR_EVENT,
+    WHOLE_OK,
+    Load,
+    free_port,
+    nginx,
+)
 from benchmarks.http_client import request, send_once
 from specserve.config import Settings
 from tests.front.processes import RUN, Server, wait

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lossless import CHOICES, Models, make_items, run_matrix
-from benchmarks.pairwise import pairwise
+from benchmarks.configurations import CHOICES, pairwise
+from benchmarks.lossless import Models, make_items, run_matrix
 from specserve.config import make_settings
 from specserve.core import SamplingParams
 from specserve.process.assemble import resolve_engine

@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from benchmarks.constrained import Report, Row, kinds, run
-from benchmarks.marked import MARKS, marked_model
+from benchmarks.constrained import MARKS, Report, Row, kinds, marked_model, run
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS
 from specserve.core import Thought

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from benchmarks.earlier_answers import Device, new_request
+from benchmarks.host import Device, new_request
 from specserve.scheduler.observers import MOST_ADDED, AnswersObserver
 from specserve.speculation.earlier_answers import BYTES, MOST_TENANTS, PIECE, AnswerIndex
 from tests.reference.suffix import LONGEST, recall

@@ -1,0 +1,90 @@
+"""The command line of the benchmarks, and results as JSON with hardware, commit and command.
+
+Imports only the standard library, and torch when a result is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def options(description: str | None, output: bool = True) -> argparse.ArgumentParser:
+    """A parser that shows ``description`` as it is written; with ``--output`` unless the benchmark only prints."""
+    parser = argparse.ArgumentParser(
+        description=inspect.cleandoc(description or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if output:
+        parser.add_argument("--output", type=Path, help="not set: benchmarks/results/NAME.json")
+    return parser
+
+
+def run_command(default: Callable[[], object] | None, *others: Callable[[], object]) -> None:
+    """Run the benchmark that the first argument names, or else the ``default`` of the module, and exit with what it
+    returns."""
+    named = {each.__name__: each for each in others}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in named:
+        sys.argv = [f"{_main_module()} {name}", *sys.argv[2:]]
+        raise SystemExit(named[name]())
+    if default is None:
+        parser = argparse.ArgumentParser(prog=f"python -m {_main_module()}")
+        parser.add_argument("benchmark", choices=named)
+        parser.parse_args()
+    else:
+        raise SystemExit(default())
+
+
+def hardware() -> str:
+    """The processor or GPU that the figures were measured on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def result_name(benchmark: str, quantization: str) -> str:
+    """Return the name of its result file with these weights."""
+    return benchmark if quantization == "none" else f"{benchmark}_{quantization}"
+
+
+def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
+    """Write ``benchmarks/results/NAME.json``; the commit is marked when the tree had changes."""
+    import torch
+
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    record = {
+        "command": "python -m " + " ".join([_main_module(), *sys.argv[1:]]),
+        "commit": commit,
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "figures": figures,
+    }
+    path = output or ROOT / "benchmarks" / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _main_module() -> str:
+    if sys.argv[0].startswith("benchmarks."):
+        return sys.argv[0]  # run by another
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).stem

@@ -1,0 +1,153 @@
+"""The bundled model's server as a process: starting it, its metrics, its memory, and what an idle one holds."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from time import monotonic
+from typing import Any
+
+from benchmarks.http_client import ask_once, percentile
+from benchmarks.traffic import Health, probe_health
+from tests.front.processes import Server, wait
+
+SPAWN = multiprocessing.get_context("spawn")
+PROBE_PERIOD = 0.05  # seconds
+READY_WITHIN = 300.0  # seconds
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[Server]:
+    """The bundled model after a server of its own on one engine thread; it must end with code 0."""
+    server = Server(["-m", "specserve.launch", "--port", "0", "--cpu-threads", "1", *flags])
+    try:
+        yield server.wait_ready(READY_WITHIN)
+    finally:
+        code = server.stop()
+    assert code == 0, f"the server ended with code {code}"
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """Every sample of /metrics by its name, labels included."""
+    lines = server.get("/metrics")[1].splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.removeprefix("specserve_"): float(value) for name, value in pairs}
+
+
+def resident_bytes(pid: int) -> int:
+    found = re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@dataclass
+class Memory:
+    """Resident bytes of the front and the engine, by seconds since the first sample."""
+
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def growth(self, column: int) -> float:
+        """From the second quarter of the time to the last: medians, as parts of the first."""
+        end = self.samples[-1][0]
+        quarters = [
+            [s[column] for s in self.samples if low * end <= s[0] <= high * end]
+            for low, high in ((0.25, 0.5), (0.75, 1))
+        ]
+        before, after = map(median, quarters)
+        return after / before - 1
+
+
+@contextmanager
+def weighing(server: Server) -> Iterator[Memory]:
+    """Look at the memory of both processes twice a second until the block ends."""
+    memory, done, begun = Memory(), threading.Event(), monotonic()
+    pids = server.process.pid, server.engine_pid()
+
+    def look() -> None:
+        while not done.wait(0.5):
+            memory.samples.append((monotonic() - begun, *map(resident_bytes, pids)))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield memory
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def probing(url: str) -> Iterator[Health]:
+    """Fill the yielded samples when the block ends."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=probe_health, args=(url, PROBE_PERIOD, theirs))
+    process.start()
+    health = Health()
+    try:
+        yield health
+    finally:
+        ours.send(None)
+        health.samples += ours.recv().samples
+        process.join()
+
+
+@dataclass(frozen=True)
+class Books:
+    """State of an idle server. ``leaked``: pages that are neither free nor in the prefix cache."""
+
+    leaked: int
+    violations: int
+    server_errors: int
+
+    @classmethod
+    def of(cls, server: Server) -> Books:
+        """Wait for the requests that were left to end."""
+        wait(lambda: metrics(server)["running_requests"] + metrics(server)["waiting_requests"] == 0, 30)
+        ask_once(server.url, "/flush_cache", b"")
+        wait(lambda: metrics(server)["kv_pages_cached"] == 0, 5)
+        found = metrics(server)
+        errors = sum(
+            value for name, value in found.items() if re.match(r'requests_total\{.*status="5\d\d"', name)
+        )
+        return cls(
+            leaked=int(found["kv_pages_total"] - found["kv_pages_free"]),
+            violations=int(found["invariant_violations_total"]),
+            server_errors=int(errors),
+        )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": mean(values),
+        **{f"p{percent}": percentile(values, percent) for percent in (50, 99)},
+        "max": max(values),
+    }
+
+
+def show(figures: dict[str, Any], indent: str = "") -> None:
+    for name, value in figures.items():
+        if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+            print(f"{indent}{name}")
+            show(value, indent + "  ")
+        elif isinstance(value, dict):
+            print(f"{indent}{name:24} " + "  ".join(f"{key} {_short(each)}" for key, each in value.items()))
+        else:
+            print(f"{indent}{name:24} {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, and how busy the machine was with other things before."""
+    chosen = {name: value for name, value in vars(args).items() if name != "output"}
+    return {**chosen, "load average before": os.getloadavg()[0]}
