@@ -17,9 +17,9 @@ from specserve import LLM, SamplingParams
 from specserve.config import make_settings, resolve
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.core import Speculation
-from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
+from specserve.engine.shapes import candidate_shapes
 from specserve.process import phase
-from specserve.speculation.control.adaptive import Batch
+from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, by_levels, check_switching, priced
 
@@ -34,16 +34,16 @@ PARAMS = [
 def texts(**settings: Any) -> tuple[list[list[int]], Counter[int]]:
     """Of three requests together, and how often each number of levels ran where any may draft."""
     levels: Counter[int] = Counter()
-    choose = AdaptiveShapes.choose
+    choose = Controller.choose
 
-    def counted(self: AdaptiveShapes, batch: Batch) -> StepShape:
+    def counted(self: Controller, batch: Batch) -> StepShape:
         shape = choose(self, batch)
         if any(min(skill.cap, room) > 0 for skill, room in zip(batch.skills, batch.rooms, strict=True)):
             levels[shape.levels] += 1
         return shape
 
     with (
-        patch.object(AdaptiveShapes, "choose", counted),
+        patch.object(Controller, "choose", counted),
         LLM(
             skip_tokenizer_init=True, dtype="float64", max_running_requests=3, random_seed=0, **settings
         ) as llm,

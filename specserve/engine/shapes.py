@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from specserve_kernels import tree_pool_size
 
 from specserve.methods import ANY, MOST_COPIED, Drafts
 from specserve.speculation.control.acceptance import Given
-from specserve.speculation.control.adaptive import Batch, Controller
+from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 
@@ -37,7 +37,7 @@ def step_shape(slots: int, speculation: Speculation | None, drafting: int, draft
 
 
 class ShapePolicy(Protocol):
-    """Chooses shapes, and learns from their results."""
+    """Chooses shapes, and learns from their results: ``StaticShapes``, or ``control.adaptive.Controller``."""
 
     @property
     def cost(self) -> CostModel | None:
@@ -70,11 +70,7 @@ class StaticShapes:
     speculation: Speculation | None
     padding: Padding = Padding()
     drafts: Drafts = ANY
-
-    @property
-    def cost(self) -> None:
-        """None: nothing was measured."""
-        return None
+    cost: ClassVar[None] = None
 
     def choose(self, batch: Batch) -> StepShape:
         drafting = sum(min(each) > 0 for each in zip((s.cap for s in batch.skills), batch.rooms, strict=True))
@@ -91,27 +87,6 @@ class StaticShapes:
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
         """Do nothing: the shape is fixed."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveShapes:
-    """Lets the controller choose among the ``candidates`` of a batch's size."""
-
-    controller: Controller
-    padding: Padding = Padding()
-
-    @property
-    def cost(self) -> CostModel:
-        return self.controller.cost
-
-    def choose(self, batch: Batch) -> StepShape:
-        return self.controller.choose(batch)
-
-    def plain(self, slots: int) -> StepShape:
-        return StepShape.plain(self.padding.size(slots))
-
-    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
-        self.controller.observe(shape, batch, given, seconds)
 
 
 _CHAINS: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6))

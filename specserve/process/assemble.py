@@ -28,7 +28,6 @@ from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.prompts import sizes_within
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import (
-    AdaptiveShapes,
     Padding,
     ShapePlan,
     ShapePolicy,
@@ -255,9 +254,7 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
         plain, *drafted = plan.candidates(slots)
         return [plain, *(shape for shape in drafted if shape in graphs.steps or not graphs.steps)]
 
-    return AdaptiveShapes(
-        Controller(captured, cost, Acceptance(searches=plan.drafts.copies == "all")), plan.padding
-    )
+    return Controller(captured, cost, Acceptance(searches=plan.drafts.copies == "all"))
 
 
 def _speculation_info(plan: ShapePlan) -> object:

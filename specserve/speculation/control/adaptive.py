@@ -92,6 +92,9 @@ class Controller:
     _charged: int = 0  # the last step whose time was added to the allowance
     _last_run: dict[_Kind, int] = field(default_factory=dict)
 
+    def plain(self, slots: int) -> StepShape:
+        return self.candidates(slots)[0]
+
     def choose(self, batch: Batch) -> StepShape:
         """Return the shape of the next step."""
         self._step += 1
