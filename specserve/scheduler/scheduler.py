@@ -30,8 +30,7 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
 from specserve.scheduler.prompt_chunk import PromptChunk
-from specserve.scheduler.request import Request
-from specserve.scheduler.results import given_by, message_of, until_end
+from specserve.scheduler.request import Request, given_by, message_of, until_end
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
