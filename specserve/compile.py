@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specserve.config import load_settings
-from specserve.config.sources import Parser, exit_code, own_options
+from specserve.config.sources import FlagParser, exit_code, own_options
 from specserve.logs import configure_logging
 
 GPUS = {
@@ -33,7 +33,7 @@ GPUS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
+    parser = FlagParser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Default: this machine's.")
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), metavar="N", help="Default: all cores."
@@ -51,7 +51,7 @@ def _compile(own: argparse.Namespace, flags: Sequence[str]) -> None:
     from specserve_kernels.ops.device import Gpu, Limits, this_gpu
 
     from specserve.process.assemble import resolve_engine
-    from specserve.process.compile import Job, compile_all
+    from specserve.process.compile import CompileJob, compile_all
 
     _, _, config = resolve_engine(replace(given, device="cuda"), has_gpu=True if own.gpu else None)
     if config.attention_backend != "triton":
@@ -64,7 +64,7 @@ def _compile(own: argparse.Namespace, flags: Sequence[str]) -> None:
     else:
         gpu = this_gpu()
     begin = time.perf_counter()
-    count = len(compile_all(Job(config, gpu, own.processes)))
+    count = len(compile_all(CompileJob(config, gpu, own.processes)))
     print(f"{count} kernels for {own.gpu or 'this GPU'} in {time.perf_counter() - begin:.1f} s")
 
 

@@ -25,7 +25,7 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
-from specserve.tools.check.report import Acceptance, Memory, Perplexity, Report
+from specserve.tools.check.report import Acceptance, CheckReport, MemoryUse, Perplexity
 from tests.engines import Checkpoints, head_of
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
@@ -142,14 +142,14 @@ def test_what_rounding_loses(pair: Checkpoints, tmp_path: Path, capsys: pytest.C
     assert found["rounds"] == "--quantization int4 and --kv-cache-dtype fp8_e4m3"
     assert found["plain"] == pytest.approx(plain)
     assert found["found"] != pytest.approx(plain, rel=1e-4)
-    assert f"{plain:.4f} without --quantization int4" in Report(perplexity=Perplexity(**found)).text()
+    assert f"{plain:.4f} without --quantization int4" in CheckReport(perplexity=Perplexity(**found)).text()
     with patch("specserve.tools.check.perplexity.device_memory", return_value=SMALL):
         code, report = check(capsys, pair.target, pair.eagle, *flags, "--quantization", "int4")
     assert (code, report["perplexity"]["plain"]) == (0, None)
     assert report["perplexity"]["found"] == pytest.approx(found["found"], rel=0.1)
     words = "cpu has 0.0 GiB, and the model without --quantization int4 needs 0.0; to compare, score it"
     assert report["perplexity"]["not_compared"].startswith(words)
-    assert f"not compared: {words}" in Report(perplexity=Perplexity(**report["perplexity"])).text()
+    assert f"not compared: {words}" in CheckReport(perplexity=Perplexity(**report["perplexity"])).text()
     code, report = check(capsys, pair.target, None, "--no-run", "--perplexity", str(tmp_path / "none"))
     assert (code, report["error"][:13]) == (2, "--perplexity:")
 
@@ -363,8 +363,8 @@ def test_what_cannot_be_loaded(argv: list[str], words: str, capsys: pytest.Captu
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(["device = cpu"], ["a problem"], ["a remark"])
-    report.memory = Memory("cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30)
+    report = CheckReport(["device = cpu"], ["a problem"], ["a remark"])
+    report.memory = MemoryUse("cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30)
     report.acceptance = Acceptance(6, 100, 500, 200, 3.0, [0.9, 0.5], 5)
     text = report.text()
     for words in (

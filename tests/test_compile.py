@@ -188,12 +188,12 @@ from dataclasses import replace
 from specserve_kernels.ops.device import Gpu, Limits
 from specserve.config import load_settings
 from specserve.process.assemble import resolve_engine
-from specserve.process.compile import Job, list_file
+from specserve.process.compile import CompileJob, list_file
 
 for path in sys.argv[1:]:
     given = replace(load_settings(["--model-path", path, "--skip-tokenizer-init"], {}), device="cuda")
     config = resolve_engine(given, has_gpu=True)[2]
-    print(list_file(Job(config, Gpu((9, 0), Limits(132, 232448)), 1)))
+    print(list_file(CompileJob(config, Gpu((9, 0), Limits(132, 232448)), 1)))
 """
 
 

@@ -32,10 +32,10 @@ from specserve.tools.train.eagle import (
 )
 from specserve.tools.train.heads import HeadOptions
 from specserve.tools.train.levels import Level, Levels, Windows
-from specserve.tools.train.loop import Loop, LoopConfig
+from specserve.tools.train.loop import LoopConfig, TrainingLoop
 from specserve.tools.train.optim import build_optimizers, rate
 from specserve.tools.train.packing import RowSampler
-from specserve.tools.train.report import CHAIN, Acceptance, doubts, measure, table
+from specserve.tools.train.report import CHAIN, Chains, doubts, measure, table
 from specserve.tools.train.target import run_target
 from tests.train_models import opened_batch, outlying_target, tiny_batch, tiny_rows, tiny_target
 
@@ -53,10 +53,12 @@ def make_trainer(kind: str) -> EagleTrainer | Eagle3Trainer:
     return Eagle3Trainer(target, draft, IDS, 7, 0.8)
 
 
-def make_loop(trainer: EagleTrainer | Eagle3Trainer, output: Path, optimizer: str = "adamw") -> Loop:
+def make_loop(trainer: EagleTrainer | Eagle3Trainer, output: Path, optimizer: str = "adamw") -> TrainingLoop:
     sampler = RowSampler([tiny_rows()], None, 2, 0, torch.device("cpu"), False)
     config = LoopConfig(output=output, steps=6, warmup=2, log_every=1, settings={"seed": 0})
-    return Loop(config, trainer, build_optimizers(trainer, optimizer, 1e-2, 0.01), trainer.loss, sampler)
+    return TrainingLoop(
+        config, trainer, build_optimizers(trainer, optimizer, 1e-2, 0.01), trainer.loss, sampler
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -137,7 +139,7 @@ def test_the_clock_starts_after_the_first_step(tmp_path: Path) -> None:
         return trainer.loss(batch)
 
     config = LoopConfig(output=tmp_path, time_limit=0.8, log_every=1)
-    loop = Loop(config, trainer, optimizers, loss, lambda k: tiny_batch())
+    loop = TrainingLoop(config, trainer, optimizers, loss, lambda k: tiny_batch())
     loop.run()
     lines = [json.loads(line) for line in loop.log_path.read_text().splitlines()]
     assert [line["elapsed"] for line in lines[:1]] == [0]
@@ -147,9 +149,9 @@ def test_the_clock_starts_after_the_first_step(tmp_path: Path) -> None:
 
 
 def test_doubts_about_a_draft() -> None:
-    guessed = Acceptance([100, 40], [40, 20], Counter({3: 20, 5: 80}))
+    guessed = Chains([100, 40], [40, 20], Counter({3: 20, 5: 80}))
     assert guessed.chance == 0.8
-    assert not doubts([9.0, 5.0, 4.0], 50, None, Acceptance([100], [40], Counter(range(5))))
+    assert not doubts([9.0, 5.0, 4.0], 50, None, Chains([100], [40], Counter(range(5))))
     for losses, warmup, found, words in (
         (
             [9.0, 5.0],
@@ -160,11 +162,11 @@ def test_doubts_about_a_draft() -> None:
         (
             [9.0, 8.9],
             None,
-            Acceptance([100], [90], Counter()),
+            Chains([100], [90], Counter()),
             r"not fallen: 9\.000 at step 1, 8\.900 in the end",
         ),
-        ([9.0, 5.0], 60, Acceptance([100], [90], Counter()), "warm-up never ended: 50 of --warmup 60 steps"),
-        ([9.0, 5.0], None, Acceptance([0], [0], Counter()), "acceptance was not measured"),
+        ([9.0, 5.0], 60, Chains([100], [90], Counter()), "warm-up never ended: 50 of --warmup 60 steps"),
+        ([9.0, 5.0], None, Chains([0], [0], Counter()), "acceptance was not measured"),
     ):
         (told,) = doubts(losses, 50, warmup, found)
         assert re.search(words, told)
@@ -190,7 +192,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer("eagle")
     make_loop(trainer, tmp_path).save()
     config = LoopConfig(output=tmp_path, steps=6, settings={"seed": 1})
-    loop = Loop(
+    loop = TrainingLoop(
         config, trainer, build_optimizers(trainer, "adamw", 1e-2, 0.0), trainer.loss, lambda k: tiny_batch()
     )
     with pytest.raises(ValueError, match=r"seed \(was 0, now 1\)"):
@@ -291,4 +293,4 @@ def test_a_chain_goes_on_where_draft_target_and_text_agree() -> None:
     two = one[:, :-1] & valid[1] & right[1]
     assert [int(x) for x in reached[:2]] == [int(valid[0].sum()), int((one[:, :-1] & valid[1]).sum())]
     assert [int(x) for x in kept[:2]] == [int(one.sum()), int(two.sum())]
-    assert Acceptance([10, 5], [5, 4]).tokens_per_step == pytest.approx(1 + 0.5 + 0.5 * 0.8)
+    assert Chains([10, 5], [5, 4]).tokens_per_step == pytest.approx(1 + 0.5 + 0.5 * 0.8)

@@ -27,7 +27,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import CausalAttend
 from specserve.tools.train.data import load_tokens
-from specserve.tools.train.loop import Loop, LoopConfig, Metrics
+from specserve.tools.train.loop import TrainingLoop, LoopConfig, Metrics
 from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES, build_optimizers
 from specserve.tools.train.packing import Batch, Rows, RowSampler, make_batch, pack
 
@@ -232,7 +232,7 @@ def main() -> None:
     model = make_model(args, device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {batch_rows} rows a batch")
     loss = NextToken(model)
-    loop = Loop(
+    loop = TrainingLoop(
         loop_config(args, amp),
         model,
         build_optimizers(model, args.optimizer, args.lr, args.weight_decay),

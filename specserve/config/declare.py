@@ -14,7 +14,7 @@ Check = Callable[[Any], str | None]
 """Returns what is wrong with a value, in words that follow the setting's name, or None."""
 
 
-class Kind(NamedTuple):
+class ValueType(NamedTuple):
     """A type of values: its words in errors, its name in docs, a test, and a converter of text."""
 
     words: str
@@ -24,12 +24,14 @@ class Kind(NamedTuple):
 
 
 _TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
-KINDS: dict[type, Kind] = {
-    bool: Kind("true or false", "boolean", lambda v: type(v) is bool, lambda text: _TRUTH[text.lower()]),
-    int: Kind("an integer", "integer", lambda v: type(v) is int, int),
-    float: Kind("a number", "number", lambda v: type(v) in (int, float) and math.isfinite(v), float),
-    tuple: Kind("names, none empty", "names", lambda v: _are_names(v), lambda text: tuple(text.split(","))),
-    str: Kind("text", "text", lambda v: isinstance(v, str), str),
+VALUE_TYPES: dict[type, ValueType] = {
+    bool: ValueType("true or false", "boolean", lambda v: type(v) is bool, lambda text: _TRUTH[text.lower()]),
+    int: ValueType("an integer", "integer", lambda v: type(v) is int, int),
+    float: ValueType("a number", "number", lambda v: type(v) in (int, float) and math.isfinite(v), float),
+    tuple: ValueType(
+        "names, none empty", "names", lambda v: _are_names(v), lambda text: tuple(text.split(","))
+    ),
+    str: ValueType("text", "text", lambda v: isinstance(v, str), str),
 }
 
 
@@ -107,7 +109,7 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
         if declared.default is not None:
             raise ValueError(f"{label}: needs a value")
         return
-    kind = KINDS[declared.kind]
+    kind = VALUE_TYPES[declared.kind]
     if not kind.accepts(value):
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
         raise ValueError(f"{label}: must be {kind.words}, found {found}")
@@ -126,9 +128,9 @@ def _convert(declared: Setting, raw: Any, label: str) -> Value:
     if isinstance(raw, str):
         text = raw if declared.kind is tuple else raw.strip()
         try:
-            value = KINDS[declared.kind].parse(text)
+            value = VALUE_TYPES[declared.kind].parse(text)
         except (ValueError, KeyError):
-            raise ValueError(f"{label}: must be {KINDS[declared.kind].words}, found {text!r}") from None
+            raise ValueError(f"{label}: must be {VALUE_TYPES[declared.kind].words}, found {text!r}") from None
         return {choice.lower(): choice for choice in declared.choices}.get(text.lower(), value)
     if declared.kind is tuple and isinstance(raw, list):
         return tuple(raw)

@@ -119,9 +119,9 @@ def _file(name: str, settings: Settings, places: _Places) -> str | None:
         )
     repo = hub.Repo(flag, "/".join(parts[:2]), cache=settings.download_dir)
     places.downloads.append(str(repo))
-    found = hub.fetch_file(repo, parts[2])
-    places.notes[f"{name} = {found}: {parts[2]} of the hub's {repo}"] = CHOSEN
-    return str(found)
+    local = hub.fetch_file(repo, parts[2])
+    places.notes[f"{name} = {local}: {parts[2]} of the hub's {repo}"] = CHOSEN
+    return str(local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class _Places:
         if not hub.is_id(repo.name):
             raise ValueError(f"{repo.flag}: {repo.name} does not exist")
         self.downloads.append(str(repo))
-        found = hub.fetch(repo, kind, code=self.settings.trust_remote_code)
-        self.notes[f"{repo.flag[2:].replace('-', '_')} = {found}: the hub's {repo}"] = CHOSEN
-        return found
+        local = hub.fetch(repo, kind, code=self.settings.trust_remote_code)
+        self.notes[f"{repo.flag[2:].replace('-', '_')} = {local}: the hub's {repo}"] = CHOSEN
+        return local
 
 
 def _same(one: Path, other: Path) -> bool:

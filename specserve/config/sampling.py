@@ -24,17 +24,17 @@ def resolve_sampling(settings: Settings, notes: Notes) -> dict[str, float]:
     """Return the defaults of ``SamplingParams`` that the settings, which have local paths, ask for, and note them.
     Raises ValueError naming file and field."""
     file, greedy = Path(settings.model_path or "") / FILE, settings.requests_all_greedy
-    found = _read(file, notes) if settings.sampling_defaults == "model" and file.exists() else {}
-    given = bool(found)
-    if greedy and found.get("temperature"):
-        note = f"temperature {found['temperature']:g} of {FILE} has no effect: --requests-all-greedy"
+    defaults = _read(file, notes) if settings.sampling_defaults == "model" and file.exists() else {}
+    given = bool(defaults)
+    if greedy and defaults.get("temperature"):
+        note = f"temperature {defaults['temperature']:g} of {FILE} has no effect: --requests-all-greedy"
         notes[note] = UNUSED
-    found |= {"temperature": 0} if greedy else {}
+    defaults |= {"temperature": 0} if greedy else {}
     if given:
-        listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         note = f"requests that set none get {listed} ({FILE}); --sampling-defaults openai turns this off"
         notes[note] = CHOSEN
-    return found
+    return defaults
 
 
 def _read(file: Path, notes: Notes) -> dict[str, float]:
@@ -50,12 +50,12 @@ def _read(file: Path, notes: Notes) -> dict[str, float]:
         except ValueError as error:
             words = str(error).replace(_NAMES[name], name, 1)
             raise ValueError(f"{file}: {words}; correct it, or use --sampling-defaults openai") from None
-    found = {_NAMES[name]: value for name, value in given.items()}
+    defaults = {_NAMES[name]: value for name, value in given.items()}
     if fields.get("do_sample") is False:
-        found["temperature"] = 0
+        defaults["temperature"] = 0
     if unread := ", ".join(_unread(fields)):
         notes[f"{FILE}: {unread} not read"] = CHOSEN
-    return found
+    return defaults
 
 
 def _unread(fields: Mapping[str, Any]) -> list[str]:

@@ -82,9 +82,9 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
 
 def service_links(environ: Mapping[str, str] = os.environ) -> Notes:
     """Return a note on the variables that Kubernetes made for Services with names like ours, if it made any."""
-    found = sorted(key for key, text in environ.items() if _is_link(key, text))
-    note = f"{', '.join(found)}: not read: Kubernetes makes such variables for a Service"
-    return {note: CHOSEN} if found else {}
+    variables = sorted(key for key, text in environ.items() if _is_link(key, text))
+    note = f"{', '.join(variables)}: not read: Kubernetes makes such variables for a Service"
+    return {note: CHOSEN} if variables else {}
 
 
 _LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
@@ -166,7 +166,7 @@ def _unknown(noun: str, name: str, spell: Callable[[str], str], known: Iterable[
     return f"unknown {noun}; the nearest known one is {spell(nearest)}"
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Raises ValueError naming the argument."""
 
     def error(self, message: str) -> NoReturn:
@@ -207,7 +207,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = FlagParser(
         prog="python -m specserve.launch",
         description="OpenAI-compatible server with lossless speculative decoding.",
         epilog="Each setting is also read from SPECSERVE_<NAME> and from the YAML file; flags come first.",

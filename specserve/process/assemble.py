@@ -184,9 +184,9 @@ def assemble(
 
 def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
     """Return the observers through which the drafter follows the texts."""
-    drafter, found = runner.context.drafter, list[Observer]()
+    drafter, observers = runner.context.drafter, list[Observer]()
     if drafter.dynamic_map is not None:
-        found.append(DynamicMapObserver(drafter.dynamic_map, runner))
+        observers.append(DynamicMapObserver(drafter.dynamic_map, runner))
     longest = drafter.needs.continuation
     if longest and config.draft is not None and config.draft.datastore is not None:
         store = Datastore(config.draft.datastore, config.model.vocab_size)
@@ -196,14 +196,14 @@ def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
             8 * store.token_bytes,
             len(store.chunks),
         )
-        found.append(ContinuationObserver(store, runner, longest))
+        observers.append(ContinuationObserver(store, runner, longest))
     elif longest and config.draft is not None and config.draft.recalled:
         answers = AnswerIndex(config.draft.recalled)
         log.info(
             "earlier answers: up to %d tokens in %.0f MiB", answers.capacity, answers.capacity * BYTES / 2**20
         )
-        found.append(AnswersObserver(answers, runner, longest))
-    return found
+        observers.append(AnswersObserver(answers, runner, longest))
+    return observers
 
 
 def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
@@ -414,8 +414,8 @@ def check_fp8(config: EngineConfig) -> None:
     """Raise ValueError if the GPU does not support FP8 and the settings need it."""
     if config.device != "cuda" or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
         return
-    found = ".".join(map(str, torch.cuda.get_device_capability()))
-    needs = f"needs a GPU of compute capability 8.9 or more, this one has {found}: accepted are"
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    needs = f"needs a GPU of compute capability 8.9 or more, this one has {capability}: accepted are"
     if config.kv_cache_dtype == FP8_KV:
         raise ValueError(f"--kv-cache-dtype {FP8_KV} {needs} auto and {config.dtype}")
     if config.draft is not None and QUANTIZED.get(config.draft.quantization) is torch.float8_e4m3fn:

@@ -9,7 +9,7 @@ Triton's key covers a kernel's sources and the compiler's version, so a stale en
 variants is stored next to the cache, keyed by the configuration and all our sources; a start that finds it skips the
 dry run.
 
-Run as a module, it reads a pickled ``Job`` from its parent process.
+Run as a module, it reads a pickled ``CompileJob`` from its parent process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROMPT_TOKENS = (1, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257, 511, 
 _PACKAGES = (Path(__file__).parents[1], Path(specserve_kernels.__file__).parent)
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """``gpu`` is a ``specserve_kernels.ops.device.Gpu``."""
 
     config: EngineConfig
@@ -98,7 +98,7 @@ def _compile(variant: Variant) -> None:
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
-def compile_all(job: Job) -> list[Variant]:
+def compile_all(job: CompileJob) -> list[Variant]:
     """Compile all variants into Triton's cache and write their list next to it. Must run in a separate process."""
     from specserve_kernels.ops.device import assume
     from triton import knobs
@@ -111,8 +111,8 @@ def compile_all(job: Job) -> list[Variant]:
     with ProcessPoolExecutor(job.processes, get_context("fork")) as pool:
 
         def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-            found = Variant(fn.module, fn.name, key, compile["specialization_data"])
-            compiled[found] = pool.submit(_compile, found)
+            variant = Variant(fn.module, fn.name, key, compile["specialization_data"])
+            compiled[variant] = pool.submit(_compile, variant)
             fn.jit_function.device_caches[0][0][key] = _Launched()  # so that it is noted only once
             return True
 
@@ -168,15 +168,15 @@ def _integers(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int64, device="meta")
 
 
-def list_file(job: Job) -> Path:
+def list_file(job: CompileJob) -> Path:
     """Return the file that lists the variants of a configuration and of what its checkpoints' files decide."""
     from triton import __version__, knobs
 
     config, draft = job.config, job.config.draft
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in _PACKAGES:
         for file in sorted(package.rglob("*.py")):
-            found.update(file.read_bytes())
+            digest.update(file.read_bytes())
     drafts = [] if draft is None or draft.path == Path() else [draft.path]
     files = [path for draft_path in drafts for path in sorted(draft_path.iterdir()) if path.is_file()]
     parts = (
@@ -191,17 +191,17 @@ def list_file(job: Job) -> Path:
         [file.read_text() for file in files if file.name == "config.json"],
         [file.stat().st_size for file in files if file.name != "config.json"],
     )
-    found.update(repr(parts).encode())
+    digest.update(repr(parts).encode())
     for tensors in map(TensorFiles, (config.model_path, *drafts)):
-        found.update(repr(sorted(tensors.dtypes().items())).encode())
+        digest.update(repr(sorted(tensors.dtypes().items())).encode())
         for name in sorted(name for name in tensors.names() if name.endswith("g_idx")):
-            found.update(tensors[name].numpy().tobytes())
+            digest.update(tensors[name].numpy().tobytes())
     directory = Path(knobs.cache.dir)
     directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"specserve-{found.hexdigest()[:32]}.json"
+    return directory / f"specserve-{digest.hexdigest()[:32]}.json"
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: CompileJob) -> subprocess.Popen[bytes]:
     """Start ``main`` for a job in a process that finds its modules where this one does. Raises OSError."""
     process = subprocess.Popen(
         [sys.executable, "-m", "specserve.process.compile"],
@@ -231,7 +231,7 @@ class CompileAhead:
 
         WATCH.install()
         WATCH.serving = False  # another engine of this process may have set it
-        job = Job(config, this_gpu(), max(1, config.cores - 1))
+        job = CompileJob(config, this_gpu(), max(1, config.cores - 1))
         file, process = list_file(job), None
         if not file.exists():
             try:

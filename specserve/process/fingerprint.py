@@ -21,7 +21,7 @@ def fingerprint(
 ) -> str:
     """Hash the target's configuration, loaded weights and KV scales, the dtypes, the defaults of requests, the versions
     of kernels and grammars, and the GPU's name. The draft is not included: it only proposes."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     what = [
         __version__,
         torch.__version__,
@@ -35,14 +35,14 @@ def fingerprint(
 
         what += [triton.__version__, torch.cuda.get_device_name(), str(torch.version.cuda)]
     what += [config.kv_cache_dtype, str(kv_scales), str(config.request_defaults)]
-    found.update(repr((what, config.model)).encode())
+    digest.update(repr((what, config.model)).encode())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in sorted(tensors.items()):
         if name.endswith("rope_P2D"):  # determined by the configuration, except for its length
             continue
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(_sums(tensor.detach()).cpu().numpy().tobytes())
-    return "fp_" + found.hexdigest()[:16]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_sums(tensor.detach()).cpu().numpy().tobytes())
+    return "fp_" + digest.hexdigest()[:16]
 
 
 def _llguidance() -> str:

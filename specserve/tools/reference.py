@@ -8,7 +8,7 @@ import pydoc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from specserve.config.declare import KINDS, Setting
+from specserve.config.declare import VALUE_TYPES, Setting
 from specserve.config.settings import GROUPS, SETTINGS, Settings
 from specserve.core import SamplingParams, Speculation, SpeculationUsage, TokenLogprob
 from specserve.llm import LLM, AsyncLLM
@@ -55,7 +55,7 @@ def _table(group: str) -> str:
 
 def _row(declared: Setting) -> str:
     flags = ", also ".join(f"`{flag}`" for flag in declared.flags)
-    values = ", ".join(f"`{choice}`" for choice in declared.choices) or KINDS[declared.kind].name
+    values = ", ".join(f"`{choice}`" for choice in declared.choices) or VALUE_TYPES[declared.kind].name
     default = str(declared.default).lower() if declared.kind is bool else declared.default
     shown = "not set" if default in (None, (), "none") and not declared.choices else f"`{default}`"
     return f"| {flags} | {values} | {shown} | {declared.help} |"

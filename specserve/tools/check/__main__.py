@@ -26,7 +26,7 @@ from specserve.tools.check.measure import measure, read_prompts
 from specserve.tools.check.memory import memory_needed
 from specserve.tools.check.mismatches import find_mismatches
 from specserve.tools.check.perplexity import FLAG, compare, read_tokens, score
-from specserve.tools.check.report import Report
+from specserve.tools.check.report import CheckReport
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ MEASURED_SHAPE = (5, 4, 8)  # used when no shape is given, because acceptance by
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
     options, flags = own_options(_parser(), argv)
-    report = Report()
+    report = CheckReport()
     try:
         if options.max_tokens < 2:
             raise ValueError(
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
+def _check(given: Settings, options: argparse.Namespace, report: CheckReport) -> None:
     """Fill the report as far as possible. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
     with _collected_logs(report.choices):

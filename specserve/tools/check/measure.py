@@ -11,7 +11,7 @@ from specserve.core import SamplingParams, Speculation, SpeculationUsage
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit
 from specserve.process.worker import Engine
-from specserve.tools.check.report import Acceptance, Report
+from specserve.tools.check.report import Acceptance, CheckReport
 from specserve.tools.files import read_text
 
 PROMPTS = (
@@ -26,7 +26,7 @@ USELESS = 1.1  # tokens per step below which drafting costs more than it saves
 
 
 @dataclass(slots=True)
-class Answer:
+class GreedyAnswer:
     """One answer. ``runs``: tokens of each step; the first entry is the token from prefill."""
 
     tokens: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ def measure(
     tokenizer: Tokenizer | None,
     prompts: Sequence[str],
     max_tokens: int,
-    report: Report,
+    report: CheckReport,
 ) -> None:
     """Add acceptance, and problems with it, to the report. Raises ValueError for a prompt that can't be answered."""
     longest, vocab = max(1, config.context_length // 2), config.model.vocab_size
@@ -86,9 +86,9 @@ def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def _answers(
     engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, drafting: bool
-) -> list[Answer]:
+) -> list[GreedyAnswer]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=Speculation(enabled=drafting))
-    answers = {f"{drafting}-{index}": Answer() for index in range(len(prompts))}
+    answers = {f"{drafting}-{index}": GreedyAnswer() for index in range(len(prompts))}
     for rid, prompt in zip(answers, prompts, strict=True):
         engine.submit(Submit(rid, list(prompt), params))
     while engine.has_work:
@@ -102,7 +102,7 @@ def _answers(
     return list(answers.values())
 
 
-def _summary(answers: Sequence[Answer], same: int) -> Acceptance:
+def _summary(answers: Sequence[GreedyAnswer], same: int) -> Acceptance:
     runs = [run for answer in answers for run in answer.runs[1:]]
     steps, accepted = (sum(getattr(a.usage, name) for a in answers) for name in ("steps", "accepted"))
     return Acceptance(

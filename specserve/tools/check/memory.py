@@ -21,21 +21,21 @@ from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
-from specserve.tools.check.report import Memory
+from specserve.tools.check.report import MemoryUse
 
 _SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 
-def memory_needed(engine: Scheduler) -> Memory:
+def memory_needed(engine: Scheduler) -> MemoryUse:
     graphs = engine.info["cuda_graphs"]
     assert isinstance(graphs, dict)
     return replace(_memory_of(engine.runner.context), graphs=graphs["memory_bytes"])
 
 
-def _memory_of(context: Context) -> Memory:
+def _memory_of(context: Context) -> MemoryUse:
     pool, seen = context.pool, set[int]()
     page = pool.config.page_bytes
-    return Memory(
+    return MemoryUse(
         device=str(context.state.device),
         loaded=True,
         weights=count_bytes([context.target], seen),
@@ -48,7 +48,7 @@ def _memory_of(context: Context) -> Memory:
     )
 
 
-def expected_memory(config: EngineConfig) -> Memory:
+def expected_memory(config: EngineConfig) -> MemoryUse:
     """Return the memory of an engine assembled on the meta device. A refused draft counts as nothing."""
     try:
         context = _assemble_shapes(config)
@@ -111,7 +111,7 @@ def _has_data(each: object) -> bool:
     return isinstance(each, Tensor) and each.layout == torch.strided
 
 
-def _pool_tokens(config: EngineConfig, found: Memory) -> int:
+def _pool_tokens(config: EngineConfig, found: MemoryUse) -> int:
     """Return how many tokens the pool will hold. Nothing else is on a GPU yet."""
     memory = device_memory(config.device)
     weights, token, fraction = found.weights + found.draft, found.kv_per_token, config.mem_fraction_static

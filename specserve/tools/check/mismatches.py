@@ -10,12 +10,12 @@ from specserve.models.draft.fields import FLAG, KINDS, parse_overrides
 from specserve.models.draft.reader import open_draft
 from specserve.models.read_config import end_tokens
 from specserve.tools.check.memory import expected_memory
-from specserve.tools.check.report import Report
+from specserve.tools.check.report import CheckReport
 
 _NARROWER = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 2}
 
 
-def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: Report) -> None:
+def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: CheckReport) -> None:
     _dtype(config, report)
     _ends(config, report)
     _memory(config, report)
@@ -25,14 +25,14 @@ def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: R
         _draft(config.draft, config, report)
 
 
-def _dtype(config: EngineConfig, report: Report) -> None:
+def _dtype(config: EngineConfig, report: CheckReport) -> None:
     stored, served = config.model.dtype or "", config.dtype
     if served != stored and _NARROWER[served] >= _NARROWER.get(stored, 9):
         why = ": values over 65504 overflow" if served == "float16" else ""
         report.remarks.append(f"dtype: the checkpoint is {stored}, served as {served}{why}; texts may differ")
 
 
-def _ends(config: EngineConfig, report: Report) -> None:
+def _ends(config: EngineConfig, report: CheckReport) -> None:
     found, model = end_tokens(config.model_path, config.tokenizer_path), config.model
     if bad := [token for token in found if token not in model.eos_token_ids]:
         report.problems.append(f"end tokens {bad} are not among the model's {model.vocab_size} tokens")
@@ -42,7 +42,7 @@ def _ends(config: EngineConfig, report: Report) -> None:
         )
 
 
-def _memory(config: EngineConfig, report: Report) -> None:
+def _memory(config: EngineConfig, report: CheckReport) -> None:
     try:
         report.memory = found = expected_memory(config)
     except ValueError:  # loading reports the error
@@ -61,7 +61,7 @@ def _memory(config: EngineConfig, report: Report) -> None:
         )
 
 
-def _tokenizer(tokenizer: Tokenizer, model: ModelConfig, report: Report) -> None:
+def _tokenizer(tokenizer: Tokenizer, model: ModelConfig, report: CheckReport) -> None:
     if tokenizer.token_bytes(model.vocab_size):
         report.problems.append(
             f"the tokenizer has more tokens than the model's {model.vocab_size}: prompts with them are refused"
@@ -77,7 +77,7 @@ def _tokenizer(tokenizer: Tokenizer, model: ModelConfig, report: Report) -> None
         report.remarks.append(f"chat is refused: {error}")
 
 
-def _draft(draft: DraftSettings, config: EngineConfig, report: Report) -> None:
+def _draft(draft: DraftSettings, config: EngineConfig, report: CheckReport) -> None:
     """Check the draft. Anything that loading would refuse is a problem."""
     model, context = config.model, config.context_length
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryUse:
     """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
     most while the weights are loaded, before there is a pool; always expected."""
 
@@ -51,13 +51,13 @@ class Perplexity:
 
 
 @dataclass(slots=True)
-class Report:
+class CheckReport:
     """``problems`` should be fixed; ``remarks`` are mismatches that may be intended."""
 
     choices: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     acceptance: Acceptance | None = None
     perplexity: Perplexity | None = None
     error: str | None = None
@@ -95,7 +95,7 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
         yield from (f"  {line}" for line in listed)
 
 
-def _memory(found: Memory) -> Iterator[str]:
+def _memory(found: MemoryUse) -> Iterator[str]:
     yield f"on {found.device}, " + ("as loaded" if found.loaded else "expected by the shapes of the weights")
     yield f"weights       {_size(found.weights)}, at most {_size(found.loading)} while they are loaded"
     if found.draft:

@@ -21,7 +21,7 @@ from specserve.tools.train.chat import Encoder
 from specserve.tools.train.cli import parse_args
 from specserve.tools.train.data import load_sources
 from specserve.tools.train.drafts import DRAFTS, OPTIONS
-from specserve.tools.train.loop import Loop, LoopConfig
+from specserve.tools.train.loop import LoopConfig, TrainingLoop
 from specserve.tools.train.optim import build_optimizers
 from specserve.tools.train.packing import Documents, Rows, RowSampler, identity, pack
 from specserve.tools.train.trainer import Trainer
@@ -36,6 +36,12 @@ FIXED = (
     *("warmup", "schedule", "clip", "seed", "shares"),
     *(option.name for option in OPTIONS),
 )
+
+LOOP = (
+    *("output", "time_limit", "warmup", "schedule", "clip", "accumulate"),
+    *("log_every", "save_every", "compile"),
+)
+"""Options that configure the loop as they are."""
 
 
 def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str, Documents]]:
@@ -52,11 +58,11 @@ def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str,
 
 
 def _sources(paths: list[Path], encoder: Encoder | None) -> dict[str, Documents]:
-    found: dict[str, Documents] = {}
+    sources: dict[str, Documents] = {}
     for path in paths:
         for name, documents in load_sources(path, encoder).items():
-            found[name if name not in found else f"{name}-{len(found)}"] = documents
-    return found
+            sources[name if name not in sources else f"{name}-{len(sources)}"] = documents
+    return sources
 
 
 def make_trainer(
@@ -75,18 +81,10 @@ def loop_config(args: argparse.Namespace, data: str, rows: int, batch_rows: int,
     epochs = args.epochs or (None if args.time_limit else 10.0)
     steps = args.steps or (math.ceil(rows * epochs / (batch_rows * args.accumulate)) if epochs else None)
     return LoopConfig(
-        output=args.output,
         steps=steps,
-        time_limit=args.time_limit,
-        warmup=args.warmup,
-        schedule=args.schedule,
-        clip=args.clip,
-        accumulate=args.accumulate,
-        log_every=args.log_every,
-        save_every=args.save_every,
         amp=amp,
-        compile=args.compile,
         settings={"data": data, **{name: getattr(args, name) for name in FIXED}},
+        **{name: getattr(args, name) for name in LOOP},
     )
 
 
@@ -98,7 +96,12 @@ def write_draft(args: argparse.Namespace, trainer: Trainer[Any]) -> None:
 
 
 def write_report(
-    loop: Loop, trainer: Trainer[Any], rows: Mapping[str, Rows], output: Path, batch_rows: int, flash: bool
+    loop: TrainingLoop,
+    trainer: Trainer[Any],
+    rows: Mapping[str, Rows],
+    output: Path,
+    batch_rows: int,
+    flash: bool,
 ) -> None:
     """Measure, print and save the acceptance on held-out rows. Warn of a draft that is of no use."""
     trainer.eval()
@@ -141,15 +144,15 @@ def pack_all(
     args: argparse.Namespace, train: Mapping[str, Documents], aside: Mapping[str, Documents]
 ) -> list[Rows]:
     """Return the rows of each source, and log what it holds."""
-    found = []
+    rows = []
     for name, documents in train.items():
-        found.append(pack(documents, args.max_length, args.seed))
-        sizes = len(documents), len(documents.tokens), int(documents.mask.sum()), len(found[-1])
+        rows.append(pack(documents, args.max_length, args.seed))
+        sizes = len(documents), len(documents.tokens), int(documents.mask.sum()), len(rows[-1])
         log.info(
             "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out",
             *(name, *sizes, len(aside.get(name, []))),
         )
-    return found
+    return rows
 
 
 def train(args: argparse.Namespace) -> None:
@@ -172,7 +175,7 @@ def train(args: argparse.Namespace) -> None:
     sampler = RowSampler(rows, args.shares, batch_rows, args.seed, device, flash)
     trainer.begin(sampler(0))
     optimizers = build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay)
-    loop = Loop(config, trainer, optimizers, trainer.loss, sampler)
+    loop = TrainingLoop(config, trainer, optimizers, trainer.loss, sampler)
     if args.restart:
         loop.forget()
     loop.run()

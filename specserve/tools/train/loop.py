@@ -60,7 +60,7 @@ class LoopConfig:
             raise ValueError("give the number of steps, the time limit or both")
 
 
-class Loop:
+class TrainingLoop:
     """Train ``module`` with ``loss`` on ``batches(0), batches(1), ...`` and keep ``output/checkpoint``.
 
     ``elapsed``: seconds of training, without the first step of each process, which compiles and warms up.

@@ -53,11 +53,11 @@ class Documents:
 
 def identity(sources: Sequence[Documents]) -> str:
     """Return a short text that differs for other tokens, masks, documents or orders of sources. Files do not matter."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for each in sources:
         for array in (each.starts, each.tokens.astype(np.int32), each.mask):  # files have tokens of any type
-            found.update(np.ascontiguousarray(array).data)
-    return f"{sum(map(len, sources))} documents, {found.hexdigest()[:12]}"
+            digest.update(np.ascontiguousarray(array).data)
+    return f"{sum(map(len, sources))} documents, {digest.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)

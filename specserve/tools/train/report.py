@@ -27,7 +27,7 @@ LEAST_FALL = 0.05  # share by which the loss falls in a run that learns
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class Chains:
     """Chains that reach each level, and those that it continues, on one source. ``greedy``: how often the target wants
     each token at the first level."""
 
@@ -52,7 +52,7 @@ class Acceptance:
 @torch.no_grad()
 def measure(
     unroll: Callable[[Batch, int], Levels], rows: Rows, batch_rows: int, device: torch.device, flash: bool
-) -> Acceptance:
+) -> Chains:
     """Follow chains over all ``rows``."""
     reached, kept = np.zeros(CHAIN, np.int64), np.zeros(CHAIN, np.int64)
     greedy: Counter[int] = Counter()
@@ -65,10 +65,10 @@ def measure(
             )  # block drafts and Medusa heads may have fewer levels
         first = found.levels[0]
         greedy.update(first.greedy_BC[first.valid_BC].tolist())
-    return Acceptance(reached.tolist(), kept.tolist(), greedy)
+    return Chains(reached.tolist(), kept.tolist(), greedy)
 
 
-def table(results: dict[str, Acceptance]) -> str:
+def table(results: dict[str, Chains]) -> str:
     """Return the results as text, one line per source."""
     width = max(len("held-out"), *(len(name) for name in results))
     heads = "".join(f"{f'a_{i + 1}':>8}" for i in range(CHAIN))
@@ -79,7 +79,7 @@ def table(results: dict[str, Acceptance]) -> str:
     return "\n".join(lines)
 
 
-def save(results: dict[str, Acceptance], path: Path) -> None:
+def save(results: dict[str, Chains], path: Path) -> None:
     """Write the results as JSON."""
     data = {
         name: {
@@ -93,14 +93,14 @@ def save(results: dict[str, Acceptance], path: Path) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
-def total(results: Sequence[Acceptance]) -> Acceptance:
+def total(results: Sequence[Chains]) -> Chains:
     """Return the sums over several sources."""
     reached = np.sum([found.reached for found in results], axis=0)
     kept = np.sum([found.kept for found in results], axis=0)
-    return Acceptance(reached.tolist(), kept.tolist(), sum((found.greedy for found in results), Counter()))
+    return Chains(reached.tolist(), kept.tolist(), sum((found.greedy for found in results), Counter()))
 
 
-def doubts(losses: Sequence[float], steps: int, warmup: int | None, found: Acceptance) -> list[str]:
+def doubts(losses: Sequence[float], steps: int, warmup: int | None, found: Chains) -> list[str]:
     """Return the signs that a draft is of no use, with what to do. ``losses``: those logged, from the first step on."""
     told, first = [], found.rates[0]
     last = losses[-max(1, len(losses) // 10) :]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.config import Settings, resolve
-from specserve.config.sources import Parser
+from specserve.config.sources import FlagParser
 from specserve.config.speculation import SHAPE, check_pool
 from specserve.methods import names_like
 from specserve.models.config import ModelConfig
@@ -21,7 +21,7 @@ PROGRAM = "python -m specserve.tune"
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tuner's options; other flags are the server's. Raises ValueError naming the option."""
-    found = Parser(
+    options = FlagParser(
         prog=PROGRAM,
         add_help=False,
         allow_abbrev=False,
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
     def add(name: str, kind: Callable[[str], Any], default: Any, text: str, many: bool = False) -> None:
         metavar = "FILE" if kind is Path else "N"
-        found.add_argument(
+        options.add_argument(
             name, type=kind, default=default, help=text, metavar=metavar, nargs="+" if many else None
         )
 
@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     add("--json", Path, None, "Write all measurements there.")
     add("--plot", Path, None, "Draw them; needs matplotlib.")
     text = "Run every shape in three laps, even if that takes longer than --minutes."
-    found.add_argument("--exhaustive", action="store_true", help=text)
-    return found
+    options.add_argument("--exhaustive", action="store_true", help=text)
+    return options
 
 
 def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:

@@ -33,14 +33,14 @@ def read_prompts(path: Path | None, model_path: Path) -> list[dict[str, Any]]:
 
 def encode(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
     """Return the tokens of dialogues, by the chat template, and of prompts. Raises ValueError naming the flag."""
-    found = []
+    encoded = []
     for row in rows:
         try:
             text = row.get("messages")
-            found.append(tokenizer.encode(row["prompt"]) if text is None else tokenizer.encode_chat(text))
+            encoded.append(tokenizer.encode(row["prompt"]) if text is None else tokenizer.encode_chat(text))
         except ValueError as error:
             raise ValueError(f"--prompts: {json.dumps(row)[:80]}: {error}") from None
-    return found
+    return encoded
 
 
 def _row(line: str, where: str) -> dict[str, Any]:

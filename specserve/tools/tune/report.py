@@ -131,17 +131,17 @@ def _named(board: Board, candidate: Candidate) -> str:
 
 def configuration(given: Settings, pick: Candidate) -> dict[str, Any]:
     """Return the settings that the user gave, without secrets, with the picked shape or without speculation."""
-    found = {
+    kept = {
         setting.name: list(value) if isinstance(value, tuple) else value
         for setting in SETTINGS.values()
         if (value := getattr(given, setting.name)) != setting.default and not setting.secret
     }
-    found = {setting: value for setting, value in found.items() if setting not in SHAPE}
+    kept = {setting: value for setting, value in kept.items() if setting not in SHAPE}
     if pick is not None:
-        return {**found, **dict(zip(SHAPE, pick, strict=True))}
-    drafting = [setting for setting in found if setting.startswith("speculative_")]
+        return {**kept, **dict(zip(SHAPE, pick, strict=True))}
+    drafting = [setting for setting in kept if setting.startswith("speculative_")]
     return {
-        **{setting: value for setting, value in found.items() if setting not in drafting},
+        **{setting: value for setting, value in kept.items() if setting not in drafting},
         "speculative_algorithm": NONE,
     }
 
