@@ -124,6 +124,14 @@ def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest
     assert picture.exists() == ("PICTURE" in arguments)
 
 
+def test_every_result_is_cited() -> None:
+    root = Path(__file__).parent.parent
+    pages = [root / "README.md", root / "benchmarks/results/LOG.md", *root.glob("docs/**/*.md")]
+    text = "".join(page.read_text() for page in [*pages, *root.glob("examples/**/*.md")])
+    results = [path.name for path in (root / "benchmarks/results").glob("*.json")]
+    assert [name for name in results if f"{name}`" not in text] == []
+
+
 def test_what_a_device_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events of a clock on which the device reaches its masks at 2 ms of a step, and has them at 2 or 5."""
 
