@@ -28,12 +28,11 @@ from specserve.config.settings import SERVER
 from specserve.core import FieldError, SamplingParams
 from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import plain
-from specserve.frontend.enforce import Calls
 from specserve.frontend.fields import encodable
 from specserve.frontend.generation import Job
 from specserve.frontend.parsers.registry import AnswerParser, choose_format
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.frontend.tools import offered
+from specserve.frontend.tools import Calls
 from specserve.messages import Failed, Tokens
 from specserve.outputs import Collector, PromptJobs, RequestOutput
 
@@ -133,7 +132,7 @@ class _Model:
             raise ValueError(f"chat_template must be text, found {_kind(chat_template)}")
         if not isinstance(variables, Mapping | None):
             raise ValueError(f"chat_template_kwargs must be a dict, found {_kind(variables)}")
-        calls = Calls.of(*offered(tools, tool_choice, parallel_tool_calls))
+        calls = Calls.read(tools, tool_choice, parallel_tool_calls)
         with self._planning:
             tokenizer = self._need_tokenizer("chat")
             if chat_template is not None:

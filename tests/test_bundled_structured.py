@@ -31,7 +31,7 @@ from specserve.frontend.parsers.base import parts
 from specserve.frontend.parsers.hermes import HermesParser
 from specserve.frontend.parsers.registry import choose_format
 from specserve.frontend.template import ChatTemplate
-from specserve.frontend.tools import offered
+from specserve.frontend.tools import Calls
 
 CASES = 2000
 DATED = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d")
@@ -285,7 +285,7 @@ def test_template_as_the_server_renders_it(tokenizer: Any) -> None:
     ]
     given = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    text = ChatTemplate(tokenizer).render(plain(messages), offered([given], None, None)[0])
+    text = ChatTemplate(tokenizer).render(plain(messages), Calls.read([given], None, None).tools)
     written = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
     assert text.startswith("<|begin|><|system|>Be brief.\n\n# Tools\n")
     assert f"\n{json.dumps(given)}\n" in text

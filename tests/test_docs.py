@@ -34,7 +34,9 @@ ORDER = [
     "process",
     "config",
     "scheduler",
+    "grammar",
     "engine",
+    "constraints",
     "speculation",
     "attention",
     "kv",
@@ -43,8 +45,6 @@ ORDER = [
     "methods",
     "messages",
     "logs",
-    "grammar",
-    "schemas",
     "core",
     "version",
 ]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from specserve.constraints.thinking import Thinking, after_nodes
 from specserve.core import Thought
-from specserve.engine.thinking import Thinking, after_nodes
 
 PIECES = ["<think>", "</think>", "<", "think", ">", "</", "</think", "k>\n", "\n", " hm", "a", "", "é"]
 END = [8, 1]
@@ -47,20 +47,20 @@ def test_stages_follow_from_the_text(opened: bool) -> None:
 def test_a_budget_ends_a_thought(budget: int) -> None:
     state = begun(budget)
     for _ in range(budget):
-        assert (state.stage, state.forced) == ("thinking", None)
+        assert (state.stage, state.forced_token) == ("thinking", None)
         state = state.after(9)
     for due in END:
-        assert (state.stage, state.forced) == ("closing", due)
+        assert (state.stage, state.forced_token) == ("closing", due)
         state = state.after(due)
-    assert (state.stage, state.forced, state.after(0).stage) == ("over", None, "over")
+    assert (state.stage, state.forced_token, state.after(0).stage) == ("over", None, "over")
 
 
 def test_marks_are_no_part_of_the_budget_and_what_ends_in_time_is_left() -> None:
     assert after(begun(2, False), [8, 0]).left == 2
     assert after(begun(2, False), [8, 2, 3, 4]).left == 2
     assert after(begun(2), [9, 1]).stage == "over"
-    assert after(begun(2), [9, 9]).forced == END[0]
-    assert after(begun(0, False), [0]).forced == END[0]
+    assert after(begun(2), [9, 9]).forced_token == END[0]
+    assert after(begun(0, False), [0]).forced_token == END[0]
 
 
 def test_nodes_of_a_tree_have_the_states_of_their_paths() -> None:
@@ -71,7 +71,7 @@ def test_nodes_of_a_tree_have_the_states_of_their_paths() -> None:
         tokens = [0]
         for node in range(1, 12):
             parent = rng.randrange(node)
-            token = after(state, paths[parent]).forced
+            token = after(state, paths[parent]).forced_token
             tokens.append(rng.choice([9, 1, 6]) if token is None else token)
             parents.append(parent)
             paths.append([*paths[parent], tokens[-1]])

@@ -1,1 +1,1 @@
-"""The device side of the engine: the runner, CUDA graphs, grammars and masks, memory budget, step shapes."""
+"""The device side of the engine: the runner, CUDA graphs, memory budget, step shapes."""

@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
+from specserve.constraints.masks import Ends, Masks, NodesOnHost
 from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.commands import (
     Admit,
@@ -29,7 +30,6 @@ from specserve.engine.commands import (
     Step,
 )
 from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
-from specserve.engine.masks import Ends, Masks, NodesOnHost
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
@@ -299,7 +299,9 @@ class Runner:
     def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
         """Replay the captured launch of this size; None if there is none."""
         size = size_for([len(row.tokens) for row in rows], list(self._prompts))
-        if size is None or any(row.scored or (row.final and not self.masks.slack(row.slot)) for row in rows):
+        if size is None or any(
+            row.scored or (row.final and not self.masks.free_tokens(row.slot)) for row in rows
+        ):
             return None
         runs = [Run(row.slot, row.tokens, row.final) for row in rows]
         return self._prompts[size].replay(runs, self.context.state.dummy)
@@ -388,11 +390,11 @@ class Runner:
     def _tell(self, rows: Sequence[Row]) -> None:
         """Advance constraints by the emitted tokens, and make the text that has to come next the predicted text of
         constrained requests. A step already begun follows it too, so that the next one proposes the rest."""
-        self.masks.tell(rows)
+        self.masks.consume(rows)
         state = self.context.state
         if state.prediction is not None:
             most = min(MOST_DUE, state.prediction.tokens_RP.shape[1])
-            if due := self.masks.due(rows, most):
+            if due := self.masks.forced(rows, most):
                 state.set_predictions(due)
 
     @torch.inference_mode()

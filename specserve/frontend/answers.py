@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from specserve.constraints.calls import CLOSE, OPEN, Marks, after_thought
 from specserve.core import Thought
-from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.registry import AnswerParser, Format
-from specserve.frontend.parsers.think import CLOSE, OPEN, ThinkParser
+from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.frontend.tools import functions_of
+from specserve.frontend.tools import Calls, functions_of
 
 _TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from specserve.constraints.schemas import no_json
 from specserve.core import FieldError
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text, explain, fault
 
@@ -35,11 +36,6 @@ Texts = Text | Annotated[ListOf[TextPart], Field(max_length=MAX_PARTS)]
 def joined(texts: str | list[TextPart]) -> str:
     """Join parts without a separator."""
     return texts if isinstance(texts, str) else "".join(part.text for part in texts)
-
-
-def no_json(word: str) -> NoReturn:
-    """Raise ValueError for NaN or Infinity, which Python's parser would take."""
-    raise ValueError(f"{word} is not JSON")
 
 
 def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:

@@ -18,11 +18,12 @@ from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
 from specserve.config.notes import CHOSEN, Notes, log_notes
 from specserve.config.sampling import resolve_sampling
 from specserve.config.settings import FP8_KV
+from specserve.constraints.grammar import MISSING
+from specserve.constraints.masks import Masks
+from specserve.constraints.matcher import Grammars
 from specserve.core import Capacity, prediction_limit
-from specserve.engine.grammars import Grammars
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
-from specserve.engine.masks import Masks
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.prompts import sizes_within
@@ -35,7 +36,6 @@ from specserve.engine.shapes import (
     batch_buckets,
 )
 from specserve.engine.threads import choose_threads, usable_cores
-from specserve.grammar import MISSING
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.formats.rounded import RoundedWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from specserve.engine.masks import Masks
+from specserve.constraints.masks import Masks
 from specserve.scheduler.request import Request
 
 IDLE = 8e-5  # seconds, for each request, that the device idles before a step that waits; measured next to an H200
@@ -24,16 +24,16 @@ class Constraints:
     def mask(self, request: Request, depth: int) -> bool:
         """Return whether the host may have to restrict the tokens after a node of a request's next tree of this
         depth."""
-        if (slack := self._masks.slack(request.slot)) == inf:
+        if (free := self._masks.free_tokens(request.slot)) == inf:
             return False
-        return slack <= len(request.unconsumed) + request.inflight + request.pending + depth
+        return free <= len(request.unconsumed) + request.inflight + request.pending + depth
 
     def force(self, requests: Sequence[Request]) -> bool:
         """Return whether grammars force enough of the batch's text that the step should wait to draft it: a larger
         share of the tokens than waiting adds to the time."""
-        slack = self._masks.slack
-        held = [r for r in requests if r.params.grammar is not None and r.skill.cap and not slack(r.slot)]
-        share = sum(r.skill.floor for r in held) / max(len(requests), 1)
+        free = self._masks.free_tokens
+        grammars = [r for r in requests if r.params.grammar is not None and r.skill.cap and not free(r.slot)]
+        share = sum(r.skill.floor for r in grammars) / max(len(requests), 1)
         return share * self._seconds > self._idle * (len(requests) + FIXED_COST)
 
     def ran(self, requests: int, seconds: float, idle: float | None) -> None:

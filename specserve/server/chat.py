@@ -12,12 +12,11 @@ from starlette.responses import Response
 
 from specserve.core import MAX_COUNT, MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
 from specserve.frontend.conversation import Conversation, Messages, Variables, of_request
-from specserve.frontend.enforce import Calls
 from specserve.frontend.fields import Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser
-from specserve.frontend.tools import NamedFunction, ToolChoice, Tools
+from specserve.frontend.tools import Calls, NamedFunction, ToolChoice, Tools
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
@@ -156,7 +155,7 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
 
 def calls_of(front: Front, request: ChatRequest) -> Calls:
     """Return the tools that the model may call and how. Raises FieldError if they can't be used."""
-    calls = Calls.of(request.tools or (), request.tool_choice, request.parallel_tool_calls)
+    calls = Calls.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     if front.has_tokenizer:
         calls.check(front.calls_format)
     return calls

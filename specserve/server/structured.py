@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from specserve import grammar
+from specserve.constraints import grammar
 from specserve.core import FieldError, SamplingParams
 from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text
 

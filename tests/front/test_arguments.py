@@ -17,11 +17,11 @@ import pytest
 from pydantic import BaseModel, Field
 
 from specserve import grammar
+from specserve.constraints.calls import Marks, after_thought
 from specserve.core import FieldError
-from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, merged
 from specserve.frontend.parsers.registry import FORMATS
-from specserve.frontend.tools import MAX_TOOLS, Tool, functions_of
+from specserve.frontend.tools import MAX_TOOLS, Calls, Tool, functions_of
 from specserve.server.body import MAX_KEYS
 
 pytest.importorskip("llguidance")

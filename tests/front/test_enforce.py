@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from specserve import grammar
+from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.grammar import is_of_schemas
 from specserve.core import FieldError
-from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser
 from specserve.frontend.parsers.think import ThinkParser
-from specserve.frontend.tools import AllowedTools, NamedFunction, Tool
+from specserve.frontend.tools import AllowedTools, Calls, NamedFunction, Tool
 
 pytest.importorskip("llguidance")
 from tests.front.walker import Walker
@@ -253,7 +254,7 @@ def test_which_grammars_are_made_from_schemas() -> None:
         (grammar.lark('start: %json {"type": "object"}'), False),
     ):
         for each in (text, after_thought(text, Marks({}), opened=False)):
-            assert grammar.is_of_schemas(each) == expected
+            assert is_of_schemas(each) == expected
 
 
 def test_what_is_free_needs_no_grammar() -> None:
@@ -262,6 +263,6 @@ def test_what_is_free_needs_no_grammar() -> None:
 
 
 def test_a_grammar_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specserve.grammar.MOST", 300)
+    monkeypatch.setattr("specserve.constraints.grammar.MOST", 300)
     with pytest.raises(FieldError, match=r"tools: their grammar has .* characters; the limit is 1200"):
         Calls(tools(), "required").grammar(FORMATS["hermes"], Marks({}))

@@ -12,12 +12,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve import grammar
+from specserve.constraints.calls import Marks, after_thought
 from specserve.core import Thought
-from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.template import ChatTemplate
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.frontend.tools import NamedFunction, Tool
+from specserve.frontend.tools import Calls, NamedFunction, Tool
 from specserve.server import schema
 from specserve.server.front import Front
 from tests.front.conftest import Serve

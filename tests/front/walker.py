@@ -12,8 +12,8 @@ import llguidance
 import numpy as np
 
 from specserve.config.paths import BUNDLED_MODEL
-from specserve.engine.grammars import Grammars
-from specserve.frontend.enforce import Marks
+from specserve.constraints.calls import Marks
+from specserve.constraints.matcher import Grammars
 
 END = 1
 ENDS = ("}", "]", '"', "t", ")", "\n</parameter>\n</function>")

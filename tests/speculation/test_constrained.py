@@ -12,8 +12,8 @@ pytest.importorskip("llguidance")
 from benchmarks.constrained import MARKS, Report, Row, kinds, marked_model, run
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS
+from specserve.constraints.calls import Marks, after_thought
 from specserve.core import Thought
-from specserve.frontend.enforce import Marks, after_thought
 from specserve.frontend.tokenizer import byte_alphabet
 
 

@@ -22,8 +22,9 @@ from pydantic import BaseModel
 from specserve import LLM, SamplingParams, grammar
 from specserve.config import Settings, make_settings
 from specserve.config.paths import BUNDLED_MODEL
+from specserve.constraints.grammar import MOST
+from specserve.constraints.matcher import Constraint, GrammarError, Grammars, Matcher
 from specserve.core import Thought
-from specserve.engine.grammars import Constraint, GrammarError, Grammars, Matcher
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.speculation.control.cost import CostModel
@@ -181,14 +182,14 @@ def test_forced_text_is_cut_and_followed() -> None:
     whole = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     first, ids = grammar.choice([text]), whole.encode(text, add_special_tokens=False).ids
     matcher = grammars.start(first, [])
-    assert matcher.due(8) == ids[:8]
+    assert matcher.forced(8) == ids[:8]
     matcher.consume(ids[:3])
-    assert matcher.due(8) == ids[3:8]
+    assert matcher.forced(8) == ids[3:8]
     matcher.consume(ids[3:8])
-    assert matcher.due(8) == ids[8:16]
+    assert matcher.forced(8) == ids[8:16]
     near = grammars.start(first, ids[:-4])
-    assert near.due(8) == [*ids[-4:], 0]
-    assert near.due(2) == ids[-4:-2]
+    assert near.forced(8) == [*ids[-4:], 0]
+    assert near.forced(2) == ids[-4:-2]
 
 
 def test_a_thought_far_from_its_budget_has_no_masks() -> None:
@@ -324,7 +325,7 @@ def test_compiled_grammars_are_kept_by_their_length(monkeypatch: pytest.MonkeyPa
     """The least recently used go first; the newest stays, however long it is."""
     first, second, third, long = (grammar.choice([letter * size]) for letter, size in
                                   (("a", 100), ("b", 100), ("c", 100), ("d", 1000)))  # fmt: skip
-    monkeypatch.setattr("specserve.engine.grammars.KEPT_CHARACTERS", len(first) + len(second) + 50)
+    monkeypatch.setattr("specserve.constraints.matcher.KEPT_CHARACTERS", len(first) + len(second) + 50)
     grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
 
     def compiled(text: str) -> object:
@@ -344,7 +345,7 @@ def test_an_answer_that_its_grammar_can_not_follow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It fails alone; the one next to it, and the next with the same grammar, go on. Nothing of it is logged."""
-    monkeypatch.setattr("specserve.engine.grammars.MOST_ITEMS", 300)
+    monkeypatch.setattr("specserve.constraints.matcher.MOST_ITEMS", 300)
     ambiguous, ends = 'start: s\ns: s s | "a" | s s s', dict.fromkeys(range(6), -100.0)
     params = SamplingParams(grammar=ambiguous, temperature=0, max_tokens=100, logit_bias=ends)
     free, few = SamplingParams(temperature=0, max_tokens=30), msgspec.structs.replace(params, max_tokens=3)
@@ -363,7 +364,7 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
     monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     """The grammar holds up to there, and nothing follows."""
-    monkeypatch.setattr("specserve.engine.grammars.MOST_ITEMS", 1000)
+    monkeypatch.setattr("specserve.constraints.matcher.MOST_ITEMS", 1000)
     ambiguous = "start: s\ns: /[a-c]/ | s s | s s s | s s s s"
     params = SamplingParams(
         grammar=ambiguous, temperature=temperature, seed=1, max_tokens=60, logit_bias=dict.fromkeys(range(6), -100.0)
@@ -497,7 +498,7 @@ def test_dates_are_those_of_the_calendar(kind: str) -> None:
         (lambda: grammar.regex("(a"), "invalid regex"),
         (lambda: grammar.lark('start: "a" | b'), 'unknown name: "b"'),
         (lambda: grammar.choice([]), "one or more texts"),
-        (lambda: grammar.regex("a" * (grammar.MOST + 1)), "the limit is 131072"),
+        (lambda: grammar.regex("a" * (MOST + 1)), "the limit is 131072"),
         (lambda: SamplingParams(grammar=GRAMMARS["regex"], min_tokens=2), "min_tokens: "),
         (lambda: SamplingParams(grammar=GRAMMARS["regex"], ignore_eos=True), "ignore_eos: "),
     ],

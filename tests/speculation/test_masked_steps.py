@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams, grammar
+from specserve.constraints.masks import Masks
 from specserve.core import Speculation, Thought
 from specserve.engine import runner
 from specserve.engine.commands import Settle, Step
-from specserve.engine.masks import Masks
 from specserve.engine.runner import Runner
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.request import Request
@@ -161,7 +161,7 @@ def test_a_step_waits_only_where_it_pays() -> None:
             Request, SimpleNamespace(params=params, slot=0, skill=Skill(4, True, predicted_hits=3, tokens=9))
         )
     ]
-    with patch.object(Masks, "slack", lambda self, slot: 0):
+    with patch.object(Masks, "free_tokens", lambda self, slot: 0):
         assert not constraints.force(requests)  # nothing was measured
         constraints.ran(1, 0.010, None)
         assert constraints.force(requests)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from specserve.frontend.stopping import overlap
-
-SPACE = r"[\s\x1c-\x1f]*"
-"""An expression of what ``str.strip`` strips, for grammars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +89,6 @@ def _joined(pieces: Sequence[Event]) -> Event:
     if isinstance(first, Call) or len(pieces) == 1:
         return first
     return type(first)("".join(piece.text for piece in pieces if not isinstance(piece, Call)))
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The form of tool calls, for grammars in Lark. A group is the mark ``outer``, which may be missing, the mark
-    ``open``, ``one`` call (or ``several``, if not empty) and the mark ``close``. A call is an object with the arguments
-    under ``key``; if ``key`` is empty, it is a name and ``begin``, the mark ``arguments``, the arguments, written as
-    ``kind``, and ``end``. What is empty is left out. ``alone``: an expression of what begins a call of functions; an
-    answer that does not begin with it has no calls, and ``first`` is a call after ``open``. None: calls may follow
-    other text."""
-
-    one: str
-    several: str = ""
-    outer: str = ""
-    open: str = ""
-    close: str = ""
-    key: str = ""
-    begin: str = ""
-    arguments: str = ""
-    kind: Literal["json", "text", "python"] = "json"
-    end: str = ""
-    alone: Callable[[Iterable[str]], str] | None = None
 
 
 class Parser(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from specserve.frontend.parsers.base import Frame
+from specserve.constraints.calls import Frame
 from specserve.frontend.parsers.objects import ObjectCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 
-from specserve.frontend.parsers.base import SPACE, Frame
+from specserve.constraints.calls import Frame
+from specserve.constraints.grammar import SPACE
 from specserve.frontend.parsers.objects import MEMBER, ObjectCallParser
 
 TAG = "<|python_tag|>"

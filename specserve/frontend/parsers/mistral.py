@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from specserve.frontend.parsers.base import Frame, Functions
+from specserve.constraints.calls import Frame
+from specserve.frontend.parsers.base import Functions
 from specserve.frontend.parsers.objects import ObjectCallParser
 
 OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"

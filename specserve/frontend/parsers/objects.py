@@ -8,7 +8,8 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar, TypeVar
 
-from specserve.frontend.conversation import no_json, read_object
+from specserve.constraints.schemas import no_json
+from specserve.frontend.conversation import read_object
 from specserve.frontend.parsers.base import Arguments, Call, CallParser, Event, Functions, Read, call
 
 T = TypeVar("T")

@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Literal
 
+from specserve.constraints.calls import Frame
+from specserve.constraints.grammar import SPACE
 from specserve.frontend.conversation import read_object
 from specserve.frontend.parsers.base import (
-    SPACE,
     Arguments,
     CallParser,
     Content,
     Event,
-    Frame,
     Functions,
     Read,
     call,

@@ -8,28 +8,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from specserve.frontend.conversation import no_json
+from specserve.constraints.calls import Frame
+from specserve.constraints.schemas import kinds_of
+from specserve.constraints.text_arguments import END_FUNCTION, END_PARAMETER, PARAMETER, as_json
 from specserve.frontend.parsers import hermes
-from specserve.frontend.parsers.base import Arguments, CallParser, Event, Frame, Functions, Read, Schema, call
+from specserve.frontend.parsers.base import Arguments, CallParser, Event, Functions, Read, call
 from specserve.frontend.parsers.objects import BROKEN, Scanner
-from specserve.schemas import KINDS
 
-FUNCTION, PARAMETER = "<function=", "<parameter="
+FUNCTION = "<function="
 FRAME = Frame("call", outer=hermes.OPEN, open=FUNCTION, close=hermes.CLOSE, begin=">", kind="text")
-END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _SPACE = re.compile(r"\s*")
 _MARK = re.compile(rf"{END_PARAMETER}|{END_FUNCTION}|{PARAMETER}([^<>\n]{{1,128}})>")
 _OPEN_MARK = re.compile(rf"{PARAMETER}[^<>\n]{{0,128}}")
 _NEXT = re.compile(rf"{END_FUNCTION}|{hermes.CLOSE}|{PARAMETER}[^<>\n]{{1,128}}>")
 _LONGEST_MARK = 160  # characters
-_WORDS = {
-    "true": ("boolean", "true"),
-    "false": ("boolean", "false"),
-    "none": ("null", "null"),
-    "null": ("null", "null"),
-}
 
 
 class _Json(Scanner):
@@ -238,60 +232,3 @@ class Qwen3CoderParser(CallParser):
         found = _SPACE.match(text, at)
         assert found is not None, "the pattern also matches an empty string"
         return found.end()
-
-
-def is_key(name: str) -> bool:
-    """Return whether a parameter's name can be written in its mark."""
-    return re.fullmatch(r"[^<>\n]{1,128}", name) is not None
-
-
-def kinds_of(wanted: object, schema: Schema) -> set[str]:
-    """Return the types that a value may have, as far as its schema tells. Each part of the schema is visited once."""
-    found: set[str] = set()
-    seen: set[int] = set()
-    left = [wanted]
-    while left:
-        part = left.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        kind = part.get("type")
-        found |= {kind} if isinstance(kind, str) else {each for each in _list(kind) if isinstance(each, str)}
-        values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
-        found.update(*(sorted(KINDS.get(type(value), ()))[:1] for value in values))
-        for name in ("anyOf", "oneOf", "allOf"):
-            left += _list(part.get(name))
-        if isinstance(reference := part.get("$ref"), str):
-            left.append(_resolved(reference, schema))
-    return found
-
-
-def _list(given: object) -> list[Any]:
-    """Return a list, or an empty one for anything else: schemas are not validated."""
-    return given if isinstance(given, list) else []
-
-
-def _resolved(reference: str, schema: Schema) -> Any:
-    """Return the target of a reference within the schema, None for other references."""
-    found: Any = schema if reference.startswith("#") else None
-    for part in reference.lstrip("#").split("/")[1:]:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
-
-
-def as_json(value: str, kinds: set[str]) -> str:
-    """Return a text as JSON: unchanged if it is a value of one of ``kinds`` other than a string, otherwise as a
-    string."""
-    if kinds - {"string"}:
-        kind, written = _WORDS.get(value.strip().lower(), ("", value.strip()))
-        if kind in kinds:
-            return written
-        try:
-            found = json.loads(written, parse_constant=no_json)
-            json.dumps(found, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):
-            found = value
-        integral = isinstance(found, float) and found.is_integer() and "integer" in kinds
-        if not isinstance(found, str) and (integral or kinds & KINDS[type(found)]):
-            return written
-    return json.dumps(value, ensure_ascii=False)

@@ -8,8 +8,10 @@ import string
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
+from specserve.constraints.calls import Frame
+from specserve.constraints.text_arguments import PARAMETER
 from specserve.frontend.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
-from specserve.frontend.parsers.base import CallParser, Content, Event, Frame, Functions, Parser
+from specserve.frontend.parsers.base import CallParser, Content, Event, Functions, Parser
 from specserve.frontend.parsers.think import ThinkParser
 
 AUTO, NONE = "auto", "none"
@@ -67,7 +69,7 @@ _MISTRAL = Format(
 _QWEN3_CODER = Format(
     "qwen3_coder",
     qwen3_coder.Qwen3CoderParser,
-    (*_HERMES.signs, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),
+    (*_HERMES.signs, qwen3_coder.FUNCTION, PARAMETER),
     _HERMES.marks,
     lambda _: qwen3_coder.FRAME,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from specserve.constraints.calls import CLOSE, OPEN
 from specserve.frontend.parsers.base import Content, Event, Parser, Reasoning
 from specserve.frontend.stopping import overlap
 
-OPEN, CLOSE = "<think>", "</think>"
 Stage = Literal["before", "thinking", "after", "content"]
 
 

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from specserve.constraints import thinking as thoughts
+from specserve.constraints.grammar import is_of_schemas, with_deep_stack
+from specserve.constraints.thinking import Thinking
 from specserve.core import SamplingParams
-from specserve.engine import thinking as thoughts
-from specserve.engine.thinking import Thinking
-from specserve.grammar import is_of_schemas, with_deep_stack
 
 KEPT = 64  # most compiled grammars in the cache (LRU)
 KEPT_CHARACTERS = 1 << 20  # most characters of their sources together, which bounds the cache's memory
@@ -139,9 +139,9 @@ class Grammars:
             thinking = Thinking.begin(params.thought, budget, self._text_of)
         if params.grammar is not None:
             matcher = self.start(params.grammar, [])
-        found = Constraint(matcher, thinking)
-        found.consume(output)
-        return found
+        constraint = Constraint(matcher, thinking)
+        constraint.consume(output)
+        return constraint
 
     def _text_of(self, token: int) -> bytes:
         return bytes(self._tokenizer.decode_bytes([token]))
@@ -168,13 +168,13 @@ class Matcher:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._words = words
-        self._due: list[int] = []
+        self._forced: list[int] = []
         self._whole: Any = None  # before the character that a thought ends within
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the answer. Raises GrammarError."""
-        followed = self._due[: len(tokens)] == list(tokens)
-        self._due = self._due[len(tokens) :] if followed else []
+        followed = self._forced[: len(tokens)] == list(tokens)
+        self._forced = self._forced[len(tokens) :] if followed else []
         self._matcher.consume_tokens(list(tokens))
         if (error := _error_of(self._matcher)) is not None:
             raise error
@@ -197,20 +197,20 @@ class Matcher:
             raise error
         return words
 
-    def due(self, most: int) -> list[int]:
+    def forced(self, most: int) -> list[int]:
         """Return up to ``most`` tokens of the text that has to come next, as the tokenizer splits it, and the end token
         if nothing may follow. A model may split it differently, for example by joining the last piece with what
         follows. The tokens are kept while the answer follows them."""
-        if not self._due:
+        if not self._forced:
             copy = self._matcher.deep_copy()
             text = copy.compute_ff_bytes()
-            due = list(self._tokenizer.tokenize_bytes(text[: most * TOKEN_BYTES])) if text else []
+            forced = list(self._tokenizer.tokenize_bytes(text[: most * TOKEN_BYTES])) if text else []
             if len(text) > most * TOKEN_BYTES:
-                due.pop()  # its text may be cut
-            due = due[:most]
-            copy.try_consume_tokens(due)
-            self._due = [*due, self._tokenizer.eos_token] if copy.is_stopped() else due
-        return self._due[:most]
+                forced.pop()  # its text may be cut
+            forced = forced[:most]
+            copy.try_consume_tokens(forced)
+            self._forced = [*forced, self._tokenizer.eos_token] if copy.is_stopped() else forced
+        return self._forced[:most]
 
     def after_nodes(
         self, tokens: Sequence[int], parents: Sequence[int], states: Sequence[Thinking] | None = None
@@ -250,11 +250,11 @@ class Constraint:
         return 0 if self._matcher is None else self._matcher.lane
 
     @property
-    def slack(self) -> float:
+    def free_tokens(self) -> float:
         """Number of next tokens that are certainly unconstrained: infinity once nothing constrains the answer."""
         if self._matcher is not None:
             return 0
-        return inf if self._thinking is None else self._thinking.slack
+        return inf if self._thinking is None else self._thinking.free_tokens
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the answer. Raises GrammarError."""
@@ -267,10 +267,10 @@ class Constraint:
             if self._matcher is not None:
                 self._matcher.consume_thought(token, before, self._thinking)
 
-    def due(self, most: int) -> list[int]:
+    def forced(self, most: int) -> list[int]:
         """Return up to ``most`` tokens of the text that has to come next."""
-        due = [] if self._thinking is None else self._thinking.due
-        return due[:most] if due or self._matcher is None else self._matcher.due(most)
+        forced = [] if self._thinking is None else self._thinking.forced
+        return forced[:most] if forced or self._matcher is None else self._matcher.forced(most)
 
     def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
         """Return what decides the allowed tokens after each node, as ``Matcher.after_nodes`` does. A tree of a root
@@ -279,10 +279,10 @@ class Constraint:
         if self._thinking is None:
             return nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents)
         states = thoughts.after_nodes(self._thinking, tokens, parents)
-        found = nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents, states)
+        looks = nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents, states)
         return [
-            look if state.forced is None or _error_of(look) is not None else state.forced
-            for look, state in zip(found, states, strict=True)
+            look if state.forced_token is None or _error_of(look) is not None else state.forced_token
+            for look, state in zip(looks, states, strict=True)
         ]
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from specserve_kernels import Tree
 from torch import Tensor
 
+from specserve.constraints.matcher import Constraint, Grammars
 from specserve.core import SamplingParams
-from specserve.engine.commands import Row
-from specserve.engine.grammars import Constraint, Grammars
 from specserve.speculation.state import RowInit
 
 
@@ -42,6 +41,21 @@ class NodesOnHost:
             self._event.synchronize()
         tokens, parents, starts = self._packed.split(self._sizes)
         return tokens.tolist(), parents.tolist(), starts.tolist()
+
+
+class MaskedRow(Protocol):
+    """What masks read of a request's part in a launch, ``engine.commands.Row``."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def final(self) -> bool: ...
+    @property
+    def masked(self) -> bool: ...
 
 
 Ends = Mapping[int, Sequence[tuple[list[int], str]]]
@@ -82,53 +96,53 @@ class Masks:
                 with self._failing(row.slot, row.params):
                     self._constraints[row.slot] = self.grammars.constraint(row.params, row.output)
 
-    def slack(self, slot: int) -> float:
-        """Return how many tokens of a request are certainly unconstrained after those given to ``tell``: infinity if
+    def free_tokens(self, slot: int) -> float:
+        """Return how many tokens of a request are certainly unconstrained after those that were consumed: infinity if
         nothing constrains it."""
         constraint = self._constraints.get(slot)
-        return inf if constraint is None else constraint.slack
+        return inf if constraint is None else constraint.free_tokens
 
-    def tell(self, rows: Sequence[Row]) -> None:
+    def consume(self, rows: Sequence[MaskedRow]) -> None:
         """Advance the constraints by the tokens that the rows emitted since their last launch."""
         for row in rows if self._constraints else ():
             if (constraint := self._constraints.get(row.slot)) is None:
                 continue
             with self._failing(row.slot, row.params):
                 constraint.consume(row.tokens)
-                if constraint.slack == inf:
+                if constraint.free_tokens == inf:
                     del self._constraints[row.slot]
 
-    def due(self, rows: Sequence[Row], most: int) -> list[tuple[int, list[int]]]:
+    def forced(self, rows: Sequence[MaskedRow], most: int) -> list[tuple[int, list[int]]]:
         """Return the slots whose predicted text changes, with the new text: up to ``most`` tokens of what has to come
         next. A request that brought a prediction keeps it."""
-        found = []
+        changed = []
         for row in rows if self._constraints or self._proposed else ():
             constraint, tokens = self._constraints.get(row.slot), list[int]()
             if row.params.prediction:
                 continue
             if constraint is not None and row.masked and row.params.speculation.enabled:
-                tokens = constraint.due(most)
+                tokens = constraint.forced(most)
             if tokens or row.slot in self._proposed:
-                found.append((row.slot, tokens))
+                changed.append((row.slot, tokens))
             (self._proposed.add if tokens else self._proposed.discard)(row.slot)
-        return found
+        return changed
 
-    def after_prompts(self, rows: Sequence[Row]) -> Tensor | None:
+    def after_prompts(self, rows: Sequence[MaskedRow]) -> Tensor | None:
         """Return masks ``[B, W]`` of the first tokens after final runs, None if no request is constrained."""
-        held = [row.final and not self.slack(row.slot) for row in rows]
-        if not any(held):
+        masked = [row.final and not self.free_tokens(row.slot) for row in rows]
+        if not any(masked):
             return None
         tokens, parents = [row.tokens[-1] for row in rows], [*range(len(rows))]
-        return self._look(rows, held, tokens, parents, [*range(len(rows) + 1)], pinned=False).words_TW
+        return self._look(rows, masked, tokens, parents, [*range(len(rows) + 1)], pinned=False).words_TW
 
-    def after_nodes(self, rows: Sequence[Row], nodes: NodesOnHost, pinned: bool) -> Masked:
+    def after_nodes(self, rows: Sequence[MaskedRow], nodes: NodesOnHost, pinned: bool) -> Masked:
         """Return the masks of a step's nodes, with all bits set where the row is not masked."""
         return self._look(rows, [row.masked for row in rows], *nodes.read(), pinned)
 
     def _look(
         self,
-        rows: Sequence[Row],
-        held: Sequence[bool],
+        rows: Sequence[MaskedRow],
+        masked: Sequence[bool],
         tokens: Sequence[int],
         parents: Sequence[int],
         starts: Sequence[int],
@@ -139,7 +153,7 @@ class Masks:
         constraints = [
             (index, constraint)
             for index, row in enumerate(rows)
-            if held[index] and (constraint := self._constraints.get(row.slot)) is not None
+            if masked[index] and (constraint := self._constraints.get(row.slot)) is not None
         ]
         constraints.sort(key=lambda each: each[1].lane)  # see ``Grammars.fill``
         looks, ends = [], {}

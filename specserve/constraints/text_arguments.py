@@ -7,18 +7,23 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from specserve.frontend.parsers import hermes
-from specserve.frontend.parsers.base import SPACE
-from specserve.frontend.parsers.qwen3_coder import (
-    END_FUNCTION,
-    END_PARAMETER,
-    PARAMETER,
-    as_json,
-    is_key,
+from specserve.constraints.grammar import SPACE, embedded, expression, lark, quoted
+from specserve.constraints.schemas import (
+    KINDS,
+    alternatives,
+    fields,
     kinds_of,
+    no_json,
+    self_contained,
+    texts,
 )
-from specserve.grammar import embedded, expression, lark, quoted
-from specserve.schemas import KINDS, alone, alternatives, fields, texts
+
+PARAMETER, END_PARAMETER, END_FUNCTION, END_CALL = (
+    "<parameter=",
+    "</parameter>",
+    "</function>",
+    "</tool_call>",
+)
 
 _END = quoted(f"\n{END_PARAMETER}")
 _READ = {
@@ -36,6 +41,12 @@ _ALL = {
     "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?",
 }
 """All values of a type, as texts."""
+_WORDS = {
+    "true": ("boolean", "true"),
+    "false": ("boolean", "false"),
+    "none": ("null", "null"),
+    "null": ("null", "null"),
+}
 
 
 class TextArguments:
@@ -45,7 +56,7 @@ class TextArguments:
     def __init__(self, name: str, schema: Mapping[str, Any], declared: Collection[str]) -> None:
         keys = "|".join(map(re.escape, declared)) or r"[^<>\n]{1,128}"
         self._marks = (
-            f"(?s:.*)(?:{END_PARAMETER}|{END_FUNCTION}{SPACE}{hermes.CLOSE}|{PARAMETER}(?:{keys})>)(?s:.*)"
+            f"(?s:.*)(?:{END_PARAMETER}|{END_FUNCTION}{SPACE}{END_CALL}|{PARAMETER}(?:{keys})>)(?s:.*)"
         )
         self._name = name
         self._root = schema
@@ -54,7 +65,7 @@ class TextArguments:
         found, parts = fields(schema, ""), []
         for key, given, needed in found.named:
             place = f"properties.{key}"
-            if not is_key(key):
+            if not re.fullmatch(r"[^<>\n]{1,128}", key):
                 raise ValueError(f"{place}: the name can't be written in a mark")
             part = f"({quoted(f'{PARAMETER}{key}>')} {self._value(given, place)} GAP)"
             parts.append(part if needed else f"{part}?")
@@ -83,7 +94,9 @@ class TextArguments:
                 self._text(name, options, kinds, place)
             else:
                 given = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-                self.rules.append(f'{name}: "\\n" {embedded(alone(given, self._root), place)} {_END}')
+                self.rules.append(
+                    f'{name}: "\\n" {embedded(self_contained(given, self._root), place)} {_END}'
+                )
         return self._names[key]
 
     def _text(
@@ -114,7 +127,10 @@ class TextArguments:
             lark("\n".join([f"start: {name}_text", self.rules[0], *rules]))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        either = [f"{name}_text", *(f"{embedded(alone(each, self._root), at)} {_END}" for at, each in whole)]
+        either = [
+            f"{name}_text",
+            *(f"{embedded(self_contained(each, self._root), at)} {_END}" for at, each in whole),
+        ]
         self.rules += [*rules, f'{name}: "\\n" ({" | ".join(either)})']
 
 
@@ -128,3 +144,21 @@ def _written(
     if re.fullmatch(marks, text) or not (json.dumps(read) in allowed or KINDS[type(read)] & {*plain}):
         raise ValueError(f"{place}: the value {value!r} can't be written as text")
     return re.escape(text)
+
+
+def as_json(value: str, kinds: set[str]) -> str:
+    """Return a text as JSON: unchanged if it is a value of one of ``kinds`` other than a string, otherwise as a
+    string."""
+    if kinds - {"string"}:
+        kind, written = _WORDS.get(value.strip().lower(), ("", value.strip()))
+        if kind in kinds:
+            return written
+        try:
+            found = json.loads(written, parse_constant=no_json)
+            json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            found = value
+        integral = isinstance(found, float) and found.is_integer() and "integer" in kinds
+        if not isinstance(found, str) and (integral or kinds & KINDS[type(found)]):
+            return written
+    return json.dumps(value, ensure_ascii=False)

@@ -21,7 +21,7 @@ Stage = Literal["before", "thinking", "closing", "over"]
 class Thinking:
     """An answer's position in its thought. ``text_of`` returns a token's bytes. ``seen``: the end of the text so far
     that may be the beginning of a mark. ``left``: tokens that the thought may still have, or closing tokens still
-    due. ``half``: the thought so far ends within a character."""
+    to come. ``half``: the thought so far ends within a character."""
 
     thought: Thought
     text_of: Callable[[int], bytes]
@@ -33,11 +33,11 @@ class Thinking:
     @classmethod
     def begin(cls, thought: Thought, budget: int, text_of: Callable[[int], bytes]) -> Thinking:
         """Return the state of an empty answer."""
-        found = cls(thought, text_of, "before", budget)
-        return found._entered(b"") if thought.begun else found
+        state = cls(thought, text_of, "before", budget)
+        return state._entered(b"") if thought.begun else state
 
     @property
-    def forced(self) -> int | None:
+    def forced_token(self) -> int | None:
         """The only token allowed next, None if any is."""
         return self.thought.end[-self.left] if self.stage == "closing" else None
 
@@ -47,12 +47,12 @@ class Thinking:
         return self.half and self.stage == "closing"
 
     @property
-    def due(self) -> list[int]:
+    def forced(self) -> list[int]:
         """The tokens that have to come next, in order."""
         return self.thought.end[-self.left :] if self.stage == "closing" else []
 
     @property
-    def slack(self) -> float:
+    def free_tokens(self) -> float:
         """Number of next tokens that are certainly unconstrained: infinity once the thought is over."""
         return {"before": self.left + 1, "thinking": self.left, "closing": 0, "over": inf}[self.stage]
 

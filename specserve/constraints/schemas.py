@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 MOST_WIDTH = (
@@ -223,7 +224,7 @@ def resolved(reference: str, root: Any) -> Any:
     return found
 
 
-def alone(part: Mapping[str, Any], root: Any) -> dict[str, Any]:
+def self_contained(part: Mapping[str, Any], root: Any) -> dict[str, Any]:
     """Return a part of ``root`` as a schema of its own, with all that it refers to."""
     names: dict[str, str] = {}
     found, held = _renamed(part, names), list[Any]()
@@ -415,6 +416,33 @@ def _ends(schema: Any, root: Any, finite: set[str], seen: set[str]) -> bool:
         )
     either = [_list(schema[name]) for name in ("anyOf", "oneOf") if schema.get(name)]
     return all(map(ends, parts)) and all(any(map(ends, each)) for each in either)
+
+
+def no_json(word: str) -> NoReturn:
+    """Raise ValueError for NaN or Infinity, which Python's parser would take."""
+    raise ValueError(f"{word} is not JSON")
+
+
+def kinds_of(schema: object, root: Any) -> set[str]:
+    """Return the types that a value may have, as far as its schema, which was not checked, tells. Each part is visited
+    once."""
+    kinds: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        kind = part.get("type")
+        kinds.update(each for each in [kind, *_list(kind)] if isinstance(each, str))
+        values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
+        kinds.update(*(sorted(KINDS.get(type(value), ()))[:1] for value in values))
+        for name in ("anyOf", "oneOf", "allOf"):
+            left += _list(part.get(name))
+        with contextlib.suppress(ValueError):
+            left.append(_target(part, root))
+    return kinds
 
 
 def _is_local(reference: str) -> bool:

@@ -7,8 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specserve.grammar import embedded, expression, quoted
-from specserve.schemas import LABELS, alone, alternatives, check_known, fields, resolved
+from specserve.constraints.grammar import embedded, expression, quoted
+from specserve.constraints.schemas import (
+    LABELS,
+    alternatives,
+    check_known,
+    fields,
+    resolved,
+    self_contained,
+)
 
 KEYWORD = re.compile(r"[^\W\d]\w*")
 _NOTHING = '""'
@@ -89,7 +96,7 @@ class PythonArguments:
             case None if not schema:
                 return "any"
             case "string" | "number" | "integer":
-                return embedded(alone(schema, self._root), place)
+                return embedded(self_contained(schema, self._root), place)
             case "boolean":
                 return '"True" | "False"'
             case "null":
