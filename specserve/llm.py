@@ -26,11 +26,11 @@ import msgspec
 from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
 from specserve.core import FieldError, SamplingParams
-from specserve.frontend.answers import Formats
+from specserve.frontend.answers import AnswerParser, Formats
 from specserve.frontend.conversation import plain
 from specserve.frontend.fields import encodable
 from specserve.frontend.generation import Job
-from specserve.frontend.parsers.registry import AnswerParser, choose_format
+from specserve.frontend.parsers.registry import choose_format
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls
 from specserve.messages import Failed, Tokens

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specserve.config.paths import BUNDLED_MODEL
-from specserve.frontend.token_statistics import TokenStatistics
+from specserve.frontend.generation import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.draft.token_map import read_token_map
 from specserve.tools.token_map.__main__ import main, model_directory

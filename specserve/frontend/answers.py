@@ -7,12 +7,49 @@ from dataclasses import dataclass
 
 from specserve.constraints.calls import CLOSE, OPEN, Marks, after_thought
 from specserve.core import Thought
-from specserve.frontend.parsers.registry import AnswerParser, Format
+from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
+from specserve.frontend.parsers.registry import Format
 from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls, functions_of
 
 _TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
+
+
+class AnswerParser(Parser):
+    """Parse the reasoning first, if it is separated, then the calls in the content, if there are functions to call.
+    ``marks``: special tokens that the text must contain."""
+
+    def __init__(
+        self, thought: ThinkParser | None = None, calls: CallParser | None = None, marks: tuple[str, ...] = ()
+    ) -> None:
+        self.marks = marks
+        self._thought = thought
+        self._calls = calls
+
+    @property
+    def tells_reasoning(self) -> bool:
+        return self._thought is not None
+
+    @property
+    def thinking(self) -> bool:
+        """Return whether the text that follows is certainly reasoning."""
+        return self._thought is not None and self._thought.stage == "thinking"
+
+    def feed(self, text: str) -> list[Event]:
+        return self._in_content(self._thought.feed(text) if self._thought else [Content(text)])
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        events = self._in_content(self._thought.finish() if self._thought else [])
+        return events + (self._calls.finish(cut) if self._calls else [])
+
+    def _in_content(self, events: list[Event]) -> list[Event]:
+        if self._calls is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            found += self._calls.feed(event.text) if isinstance(event, Content) else [event]
+        return found
 
 
 @dataclass(frozen=True)

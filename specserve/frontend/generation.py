@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.core import SamplingParams, SpeculationUsage
+from specserve.frontend.answers import AnswerParser
 from specserve.frontend.output import Answer, Delta, output_processor
-from specserve.frontend.parsers.registry import AnswerParser
-from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, FinishReason, Submit, Tokens
 from specserve.process.client import EngineClient, Inbox
+
+
+class TokenStatistics:
+    """Counts generated tokens by id since the start, without their order or user, for ``--token-statistics``."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def count(self, token_ids: Iterable[int]) -> None:
+        self._counts.update(token_ids)
+
+    def report(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the number of tokens, and pairs of id and count, most frequent first, lower ids first among equals."""
+        counts = sorted(self._counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        return self._counts.total(), counts
 
 
 class RequestFailed(Exception):

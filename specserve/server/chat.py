@@ -11,11 +11,12 @@ from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_COUNT, MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
+from specserve.frontend.answers import AnswerParser
 from specserve.frontend.conversation import Conversation, Messages, Variables, of_request
 from specserve.frontend.fields import Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
-from specserve.frontend.parsers.registry import FORMATS, AnswerParser
+from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.tools import Calls, NamedFunction, ToolChoice, Tools
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front

@@ -19,9 +19,8 @@ from specserve.config import Settings, make_settings
 from specserve.core import Capacity, FieldError, SamplingParams
 from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import Conversation
-from specserve.frontend.generation import Generation, Job
+from specserve.frontend.generation import Generation, Job, TokenStatistics
 from specserve.frontend.parsers.registry import Format, choose_format
-from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.frontend.tools import Tool
 from specserve.metrics.front import Metrics

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from specserve.core import TokenLogprob
-from specserve.frontend.detokenizer import CONTEXT
-from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tokenizer import CONTEXT, Tokenizer
 from specserve.server import schema
 
 TokenBytes = Callable[[int], bytes]

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specserve.frontend.detokenizer import LONGEST, Detokenizer
-from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tokenizer import LONGEST, Detokenizer, Tokenizer
 from tests.front.fakes import byte_tokenizer
 
 TEXTS = ["plain words", "naïve café — 日本語 🎉🎉 ok", "👩‍👩‍👧 family", "a\n\n  b\tc", "�x� y", "é", ""]

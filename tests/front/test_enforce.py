@@ -17,8 +17,9 @@ from specserve import grammar
 from specserve.constraints.calls import Marks, after_thought
 from specserve.constraints.grammar import is_of_schemas
 from specserve.core import FieldError
+from specserve.frontend.answers import AnswerParser
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
-from specserve.frontend.parsers.registry import FORMATS, AnswerParser
+from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.tools import AllowedTools, Calls, NamedFunction, Tool
 

@@ -8,11 +8,10 @@ import re
 import pytest
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.frontend.output import OutputProcessor
+from specserve.frontend.answers import AnswerParser
+from specserve.frontend.output import OutputProcessor, StopFinder
 from specserve.frontend.parsers.base import Content
-from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.parsers.think import ThinkParser
-from specserve.frontend.stopping import StopFinder
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import FinishReason, Tokens
 from tests.front.fake_engine import EOS

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from specserve.frontend.answers import AnswerParser
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Parser, Reasoning, call, merged
-from specserve.frontend.parsers.registry import FORMATS, AnswerParser
+from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.parsers.think import ThinkParser
 
 NAMES: dict[str, dict[str, Any]] = {

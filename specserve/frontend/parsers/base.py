@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from specserve.frontend.stopping import overlap
-
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -181,6 +179,14 @@ class CallParser(Parser):
         if self._inside:
             self.begin()
         return self._inside
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that is an incomplete beginning of ``stop``."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 class _Prose:

@@ -1,4 +1,4 @@
-"""Tool call and reasoning formats by name, and the parser of a whole answer."""
+"""Formats of tool calls by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from specserve.constraints.calls import Frame
 from specserve.constraints.text_arguments import PARAMETER
 from specserve.frontend.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
-from specserve.frontend.parsers.base import CallParser, Content, Event, Functions, Parser
-from specserve.frontend.parsers.think import ThinkParser
+from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
 _OTHERS = ("<function=", "<arg_key>", "<parameter=", "DSML", "<|tool_calls_section_begin|>", "<｜tool")
@@ -108,39 +107,3 @@ def choose_format(name: str, template: str) -> tuple[Format | None, str]:
     if not whole or any(sign in template for sign in _OTHERS if sign not in signs):
         return None, "the chat template does not match exactly one known format"
     return whole[0], "the chat template contains its marks"
-
-
-class AnswerParser(Parser):
-    """Parse the reasoning first, if it is separated, then the calls in the content, if there are functions to call.
-    ``marks``: special tokens that the text must contain."""
-
-    def __init__(
-        self, thought: ThinkParser | None = None, calls: CallParser | None = None, marks: tuple[str, ...] = ()
-    ) -> None:
-        self.marks = marks
-        self._thought = thought
-        self._calls = calls
-
-    @property
-    def tells_reasoning(self) -> bool:
-        return self._thought is not None
-
-    @property
-    def thinking(self) -> bool:
-        """Return whether the text that follows is certainly reasoning."""
-        return self._thought is not None and self._thought.stage == "thinking"
-
-    def feed(self, text: str) -> list[Event]:
-        return self._in_content(self._thought.feed(text) if self._thought else [Content(text)])
-
-    def finish(self, cut: bool = False) -> list[Event]:
-        events = self._in_content(self._thought.finish() if self._thought else [])
-        return events + (self._calls.finish(cut) if self._calls else [])
-
-    def _in_content(self, events: list[Event]) -> list[Event]:
-        if self._calls is None:
-            return events
-        found: list[Event] = []
-        for event in events:
-            found += self._calls.feed(event.text) if isinstance(event, Content) else [event]
-        return found

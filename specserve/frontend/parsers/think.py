@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from specserve.constraints.calls import CLOSE, OPEN
-from specserve.frontend.parsers.base import Content, Event, Parser, Reasoning
-from specserve.frontend.stopping import overlap
+from specserve.frontend.parsers.base import Content, Event, Parser, Reasoning, overlap
 
 Stage = Literal["before", "thinking", "after", "content"]
 
