@@ -25,8 +25,8 @@ import msgspec
 
 from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
-from specserve.core import FieldError, SamplingParams
-from specserve.frontend.answers import AnswerParser, Formats
+from specserve.core import SamplingParams
+from specserve.frontend.answers import Form, Formats
 from specserve.frontend.conversation import plain
 from specserve.frontend.fields import encodable
 from specserve.frontend.generation import Job
@@ -347,34 +347,11 @@ def _chat_request(
     formats: Formats, calls: Calls, text: str, ids: list[int], params: SamplingParams
 ) -> PromptJobs:
     """Return the request of a conversation."""
-    parsers = [formats.parser(ids, calls, params.grammar is not None) for _ in range(params.n)]
-    if calls.tools:
-        params = _with_calls(formats, calls, params)
-    params = _after_thought(formats, params, parsers[0])
+    grammar = params.grammar
+    form = None if grammar is None else Form("grammar", lambda: grammar)
+    calls.check(formats.calls, form and form.param)
+    params, parsers = formats.plan(ids, params, params.n, calls, form)
     return PromptJobs(text, [Job(ids, params, choice, parser=each) for choice, each in enumerate(parsers)])
-
-
-def _with_calls(formats: Formats, calls: Calls, params: SamplingParams) -> SamplingParams:
-    """Return ``params`` with a grammar of tool calls, or of tool calls and the answer without any."""
-    if params.grammar is not None:
-        calls.check(formats.calls, "grammar")
-    try:
-        held = formats.held(calls, params.grammar)
-    except FieldError:
-        raise
-    except ValueError as error:
-        raise FieldError("grammar", str(error)) from None
-    return msgspec.structs.replace(params, grammar=held)
-
-
-def _after_thought(formats: Formats, params: SamplingParams, parser: AnswerParser) -> SamplingParams:
-    """Return ``params`` for an answer that may begin with reasoning, which may have a budget."""
-    thought, grammar = params.thought, params.grammar
-    if thought is None and params.thinking_token_budget is not None and parser.tells_reasoning:
-        thought = formats.thought(parser)
-    if grammar is not None:
-        grammar = formats.after_thought(grammar, parser)
-    return msgspec.structs.replace(params, thought=thought, grammar=grammar)
 
 
 def _ignored_settings(settings: Settings) -> list[str]:

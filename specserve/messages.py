@@ -168,10 +168,30 @@ class Starting(msgspec.Struct, tag=True, frozen=True):
     phase: str
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves requests. ``info``: the resolved model, context length, pool size and speculation."""
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports about itself. ``no_grammars``: why requests can't use grammars, None if they can.
+    ``request_defaults``: sampling parameters of requests that don't set them, where they are not OpenAI's."""
 
-    info: dict[str, Any]
+    no_grammars: str | None
+    context_length: int
+    max_total_tokens: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    request_defaults: dict[str, Any]
+    system_fingerprint: str | None
+    speculation: Any
+    cuda_graphs: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine serves requests, with the resolved ``settings`` by name. ``notes``: the reasons for those chosen
+    automatically."""
+
+    info: EngineInfo
+    settings: dict[str, Any]
+    notes: list[str]
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):

@@ -151,7 +151,7 @@ def test_costs_are_measured_at_start(agreeing: Checkpoints) -> None:
         LLM(**drafted(agreeing)) as llm,
     ):
         assert llm.engine is not None
-        assert llm.engine.info["speculation"] == "adaptive"
+        assert llm.engine.info.speculation == "adaptive"
         cost = llm.engine.policy.cost  # type: ignore[attr-defined]
         plain, one, eight = (
             cost.seconds(shape, 0)

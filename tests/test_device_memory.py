@@ -187,7 +187,7 @@ def test_a_system_that_does_not_tell_what_is_free(tmp_path: Path) -> None:
 def pool_of(model: Path, free: int, **settings: Any) -> int:
     """Tokens of the pool of an engine that finds ``free`` bytes left of 2**40."""
     with patch("specserve.engine.memory.host_memory", return_value=DeviceMemory(2**40, free)):
-        held = make_scheduler(model, max_total_tokens=None, **settings).info["max_total_tokens"]
+        held = make_scheduler(model, max_total_tokens=None, **settings).info.max_total_tokens
     assert isinstance(held, int)
     return held
 

@@ -68,7 +68,7 @@ def test_it_follows_weights_of_few_bits(agreeing: Checkpoints, random_models: Ch
     """Which a GPU holds as they are stored."""
     with patch("specserve.layers.formats.stored.on_gpu", lambda _: True):
         found = {
-            make_scheduler(target, dtype="float32", quantization=bits).info["system_fingerprint"]
+            make_scheduler(target, dtype="float32", quantization=bits).info.system_fingerprint
             for target in (agreeing.target, random_models.target)
             for bits in ("fp8", "int8")
         }
@@ -79,8 +79,8 @@ def test_drafts_have_no_part(agreeing: Checkpoints, random_models: Checkpoints) 
     """Nor have lengths, nor how the CPU's kernels want the weights."""
 
     def of(target: Path, **settings: object) -> object:
-        return make_scheduler(target, dtype="float32", **settings).info["system_fingerprint"]
+        return make_scheduler(target, dtype="float32", **settings).info.system_fingerprint
 
     drafts = agreeing.scheduler("EAGLE3", (2, 2, 4), dtype="float32", context_length=64)
-    assert drafts.info["system_fingerprint"] == of(agreeing.target)
+    assert drafts.info.system_fingerprint == of(agreeing.target)
     assert of(random_models.target) != of(agreeing.target)

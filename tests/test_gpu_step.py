@@ -95,7 +95,7 @@ def test_speculation_changes_no_text(
     chosen = slice(0, 12) if batch == 1 else slice(0, 100)
     with engine(shape, max_running_requests=batch) as llm:
         assert llm.engine is not None
-        assert llm.engine.info["cuda_graphs"]["count"] > 0  # type: ignore[index]
+        assert llm.engine.info.cuda_graphs["count"] > 0
         assert_same(texts(llm, items[chosen]), expected[chosen], items[chosen])
         assert llm.engine.stats().accepted > 0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
 
 from specserve.constraints.calls import CLOSE, OPEN, Marks, after_thought
-from specserve.core import Thought
+from specserve.core import FieldError, SamplingParams, Thought
 from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
 from specserve.frontend.parsers.registry import Format
 from specserve.frontend.parsers.think import ThinkParser
@@ -52,15 +55,24 @@ class AnswerParser(Parser):
         return found
 
 
+class Form(NamedTuple):
+    """The form that a request demands of its answer: the field that does, and a function that makes the grammar."""
+
+    param: str
+    make: Callable[[], str]
+
+
 @dataclass(frozen=True)
 class Formats:
     """The formats of a model's answers. ``calls``: the format of its tool calls, None: unknown. ``close``: the tokens
-    that end its reasoning, None: reasoning is not separated. ``ends``: the tokens that end an answer."""
+    that end its reasoning, None: reasoning is not separated. ``ends``: the tokens that end an answer. ``no_grammars``:
+    why requests can't use grammars, None if they can or the engine says so."""
 
     tokenizer: Tokenizer
     calls: Format | None
     close: Sequence[int] | None
     ends: Collection[int] = ()
+    no_grammars: str | None = None
 
     @classmethod
     def of(
@@ -69,35 +81,75 @@ class Formats:
         """Make a tokenizer's formats. Reasoning ends with a line break. Not safe while another thread tokenizes."""
         return cls(tokenizer, calls, tokenizer.encode_answer(f"\n{CLOSE}") if reasoning else None, ends)
 
-    def parser(self, prompt: Sequence[int], tools: Calls, has_form: bool = False) -> AnswerParser:
+    def plan(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        count: int,
+        calls: Calls | None,
+        form: Form | None,
+    ) -> tuple[SamplingParams, list[AnswerParser]]:
+        """Return the parameters of the ``count`` answers to a prompt, with a grammar if the request demands a ``form``
+        or its ``calls`` do, and with the marks of reasoning if that has a budget; and a parser for each answer. Raises
+        FieldError naming what can't be enforced."""
+        parsers = [self._parser(prompt, calls, form is not None) for _ in range(count)]
+        first = parsers[0]
+        if params.thinking_token_budget is not None and params.thought is None and first.tells_reasoning:
+            thought = Thought(open=OPEN, close=CLOSE, end=list(self.close or ()), begun=first.thinking)
+            params = msgspec.structs.replace(params, thought=thought)
+        if calls is not None and calls.tools:
+            form = self._form_with_calls(calls, form)
+        if form is not None:
+            params = constrained(params, self._after_thought(form, first), self.no_grammars)
+        return params, parsers
+
+    def _parser(self, prompt: Sequence[int], calls: Calls | None, has_form: bool) -> AnswerParser:
         """Return a parser for one answer. ``has_form``: if it has no calls, it is of a given form."""
-        thought, calls = None, None
+        thought, parser = None, None
         marks: tuple[str, ...] = ()
         if self.close is not None:
             thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
             marks += ThinkParser.marks
-        if tools.tools and self.calls is not None:
-            calls = self.calls.parser(functions_of(tools.tools))
-            calls.either = has_form or tools.calls_or_text(self.calls)
+        if calls is not None and calls.tools and self.calls is not None:
+            parser = self.calls.parser(functions_of(calls.tools))
+            parser.either = has_form or calls.calls_or_text(self.calls)
             marks += self.calls.marks
-        return AnswerParser(thought, calls, marks)
+        return AnswerParser(thought, parser, marks)
 
-    def held(self, calls: Calls, form: str | None = None) -> str | None:
-        """Return the grammar of tool calls, or of calls or a ``form`` if the model may choose; None if it is
-        unconstrained. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not JSON."""
-        if calls.constrained_by is None and form is None:
+    def _form_with_calls(self, calls: Calls, form: Form | None) -> Form | None:
+        """Return the form of an answer that has calls, is of a ``form``, or either. None if it is unconstrained."""
+        format_, marks = self.calls, self._marks
+        assert format_ is not None, "Calls.check ran"
+        if form is not None and calls.free:
+            return Form(form.param, lambda: calls.grammar(format_, marks, form.make()))
+        if calls.constrained_by is None:
             return None
-        assert self.calls is not None, "Calls.check ran"
-        return calls.grammar(self.calls, self._marks, (form or "") if calls.free else "")
+        return Form(calls.constrained_by, lambda: calls.grammar(format_, marks))
 
-    def after_thought(self, grammar: str, parser: AnswerParser) -> str:
-        """Return ``grammar`` preceded by the reasoning with which an answer of ``parser`` may begin."""
-        return after_thought(grammar, self._marks, parser.thinking) if parser.tells_reasoning else grammar
-
-    def thought(self, parser: AnswerParser) -> Thought:
-        """Return what the engine needs to end the reasoning."""
-        return Thought(open=OPEN, close=CLOSE, end=list(self.close or ()), begun=parser.thinking)
+    def _after_thought(self, form: Form, parser: AnswerParser) -> Form:
+        """Return the form of an answer of ``parser``, which may begin with reasoning."""
+        if not parser.tells_reasoning:
+            return form
+        return Form(form.param, lambda: after_thought(form.make(), self._marks, parser.thinking))
 
     @property
     def _marks(self) -> Marks:
         return Marks(self.tokenizer.added, self.ends)
+
+
+def constrained(params: SamplingParams, form: Form, no_grammars: str | None) -> SamplingParams:
+    """Return the parameters with a form's grammar, which takes a while to make. ``no_grammars``: why grammars can't be
+    used, or None. Raises FieldError naming what can't be enforced."""
+    if no_grammars is not None:
+        raise FieldError(form.param, no_grammars)
+    try:
+        grammar = form.make()
+    except FieldError:
+        raise
+    except ValueError as error:
+        raise FieldError(form.param, str(error)) from None
+    try:
+        return msgspec.structs.replace(params, grammar=grammar)
+    except ValueError as error:
+        name, _, words = str(error).partition(": ")
+        raise FieldError(name, words) from None

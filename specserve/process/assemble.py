@@ -41,6 +41,7 @@ from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
+from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
@@ -161,23 +162,23 @@ def assemble(
         overlap=_overlap(config, context.drafter),
     )
     no_grammars = _prepare_grammars(config, runner)
-    info: dict[str, object] = {
-        "no_grammars": no_grammars,
-        "context_length": capacity.context_length,
-        "max_total_tokens": capacity.pool_tokens,
-        "num_pages": memory.allocator.capacity,
-        "page_size": pool.page_size,
-        "vocab_size": capacity.vocab_size,
-        "eos_token_ids": list(config.model.eos_token_ids),
-        "request_defaults": dict(config.request_defaults),
-        "system_fingerprint": context.fingerprint,
-        "speculation": _speculation_info(plan),
-        "cuda_graphs": {
+    info = EngineInfo(
+        no_grammars=no_grammars,
+        context_length=capacity.context_length,
+        max_total_tokens=capacity.pool_tokens,
+        num_pages=memory.allocator.capacity,
+        page_size=pool.page_size,
+        vocab_size=capacity.vocab_size,
+        eos_token_ids=list(config.model.eos_token_ids),
+        request_defaults=dict(config.request_defaults),
+        system_fingerprint=context.fingerprint,
+        speculation=_speculation_info(plan),
+        cuda_graphs={
             "count": len(graphs.steps) + len(graphs.prompts),
             "seconds": round(graphs.seconds, 2),
             "memory_bytes": graphs.memory_bytes,
         },
-    }
+    )
     admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
     return Scheduler(runner, memory, admission, limits, policy, info, _observers(config, runner))
 

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 from specserve.messages import (
     Abort,
@@ -90,7 +90,7 @@ class EngineClient:
     def __init__(self, send: Send | None = None) -> None:
         self.state: State = "loading"
         self.phase = FIRST_PHASE  # of an engine that is loading
-        self.info: dict[str, Any] = {}
+        self.ready: Ready | None = None  # of the latest engine that was
         self.stats: Stats | None = None
         self.failure = Broken("")  # of the latest engine that broke
         self.silence = 0.0  # seconds without a message of the engine since it had something to say
@@ -172,7 +172,7 @@ class EngineClient:
             case Starting():
                 self.phase = message.phase
             case Ready() if self.state == "loading":
-                self.info = message.info
+                self.ready = message
                 self.state = "ready"
                 self.settled.set()
             case Broken():
@@ -193,7 +193,7 @@ class EngineClient:
 
     @property
     def _patience(self) -> float:
-        return self.info.get("settings", {}).get("watchdog_timeout") or inf
+        return (self.ready and self.ready.settings.get("watchdog_timeout")) or inf
 
     def fail(self, reason: Broken) -> None:
         """Answer every open request with an error, because the engine is gone. Only the first reason counts."""

@@ -26,6 +26,7 @@ from specserve.logs import adopt_loggers, configure_logging
 from specserve.messages import (
     Abort,
     Broken,
+    EngineInfo,
     Failed,
     Flush,
     Flushed,
@@ -70,7 +71,7 @@ class Engine(Protocol):
     """The interface that this process needs from a scheduler."""
 
     @property
-    def info(self) -> dict[str, object]: ...
+    def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
     def submit(self, message: Submit) -> None: ...
@@ -94,8 +95,7 @@ class Port(Protocol):
 
 
 class Built(NamedTuple):
-    """A scheduler, its resolved settings, and the reasons for automatic choices. ``engine.info`` holds
-    ``context_length``, ``max_total_tokens`` and ``vocab_size``, which the front needs."""
+    """A scheduler, its resolved settings, and the reasons for automatic choices."""
 
     engine: Engine
     settings: Settings
@@ -178,7 +178,7 @@ def _run(settings: Settings, build: Build, port: Port) -> int:
     adopt_loggers()
     keep_what_is_loaded()
     try:
-        port.send([Ready(ready_info(built)), built.engine.stats()])
+        port.send([ready(built), built.engine.stats()])
         Loop(built.engine, port).run()
         return 0
     except Exception as error:
@@ -196,12 +196,10 @@ def keep_what_is_loaded() -> None:
     gc.freeze()
 
 
-def ready_info(built: Built) -> dict[str, Any]:
-    return {
-        **built.engine.info,
-        "settings": {name: getattr(built.settings, name) for name in built.settings.public()},
-        "notes": built.notes,
-    }
+def ready(built: Built) -> Ready:
+    """Return the message that an engine serves requests."""
+    settings = {name: getattr(built.settings, name) for name in built.settings.public()}
+    return Ready(built.engine.info, settings, built.notes)
 
 
 class Throughput:

@@ -22,7 +22,7 @@ from specserve.engine.commands import Admit, Begin, Prefill, Row, SetPages, Sett
 from specserve.engine.kernels import WATCH
 from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
-from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
+from specserve.messages import EngineInfo, Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission, Compiling, Queue
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.counters import Counters, StepCounters
@@ -76,7 +76,7 @@ class Scheduler:
         admission: Admission,
         limits: Limits,
         policy: ShapePolicy,
-        info: dict[str, object],
+        info: EngineInfo,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.info = info

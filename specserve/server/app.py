@@ -8,17 +8,24 @@ from starlette.middleware.cors import CORSMiddleware
 from specserve import __version__
 from specserve.server import schema
 from specserve.server.anthropic.routes import add_messages
-from specserve.server.body import BoundedRoute, LimitBody, Turns
 from specserve.server.chat import add_chat
 from specserve.server.completions import add_completions
 from specserve.server.errors import HEADER, ApiError, add_handlers
-from specserve.server.front import Front, is_served
-from specserve.server.middleware import ApiKey, CountAnswers, RequestIds, Tenants
+from specserve.server.front import Front, Served, is_served
+from specserve.server.middleware import (
+    ApiKey,
+    BoundedRoute,
+    CountAnswers,
+    LimitBody,
+    RequestIds,
+    Tenants,
+    Turns,
+)
 from specserve.server.openapi import add_answers, answers
 from specserve.server.operations import add_figures, add_operations
-from specserve.server.playground.routes import add_playground
-from specserve.server.responses.route import add_responses
-from specserve.server.streaming import Json
+from specserve.server.playground import add_playground
+from specserve.server.responses.routes import add_responses
+from specserve.server.writer import Json
 
 
 def create_app(front: Front) -> FastAPI:
@@ -69,18 +76,18 @@ def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
     async def get_models() -> Json:
         """List the served models; 503 until requests would be served, because clients of SGLang wait for this."""
-        if front.unready is not None:
-            raise ApiError(503, front.unready, code="not_ready")
-        return Json(schema.Models([_model(front, name) for name in front.settings.served_model_name]))
+        served = front.serving()
+        return Json(
+            schema.Models([_model(front, served, name) for name in served.settings.served_model_name])
+        )
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=answers(schema.Model))
     async def get_model(name: str) -> Json:
-        if front.unready is not None:
-            raise ApiError(503, front.unready, code="not_ready")
-        if not is_served(name, front.settings.served_model_name):
+        served = front.serving()
+        if not is_served(name, served.settings.served_model_name):
             raise ApiError(404, f"this server has no model {name!r}", "model", "model_not_found")
-        return Json(_model(front, name))
+        return Json(_model(front, served, name))
 
 
-def _model(front: Front, name: str) -> schema.Model:
-    return schema.Model(name, front.started, front.capacity.room)
+def _model(front: Front, served: Served, name: str) -> schema.Model:
+    return schema.Model(name, front.started, served.capacity.room)

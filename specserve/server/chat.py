@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
+from msgspec import UNSET
 from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_COUNT, MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
-from specserve.frontend.answers import AnswerParser
-from specserve.frontend.conversation import Conversation, Messages, Variables, of_request
+from specserve.frontend.answers import Form
+from specserve.frontend.conversation import Messages, Variables, joined, of_request
 from specserve.frontend.fields import Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
-from specserve.frontend.parsers.registry import FORMATS
+from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged, parts
+from specserve.frontend.parsers.objects import is_whole
 from specserve.frontend.tools import Calls, NamedFunction, ToolChoice, Tools
-from specserve.server.call import Writer, with_prediction
-from specserve.server.front import Front
+from specserve.server.front import Front, Served
 from specserve.server.logprobs import chat_logprobs
 from specserve.server.openapi import answers
-from specserve.server.parsed import Deltas, ReasoningField, finish_reason, message
-from specserve.server.protocol import Count, GenerationRequest, check_stream_options, sampling_params
+from specserve.server.protocol import Count, GenerationRequest, form_of, sampling_params
 from specserve.server.schema import (
+    AnswerMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -32,10 +36,13 @@ from specserve.server.schema import (
     ChatDelta,
     ChatLogprobs,
     ChatReason,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
 )
-from specserve.server.streaming import unless_left
-from specserve.server.structured import Form, form_grammar, with_grammar
+from specserve.server.writer import Writer, unless_left
 
+ReasoningField = Literal["reasoning_content", "reasoning"]
 W = TypeVar("W", bound=Writer)
 
 
@@ -101,21 +108,20 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
 async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatRequest, list[Job]], W]) -> W:
     """Check a request and submit its answers. Every API that is translated to chat uses this. ``make`` creates the
     writer of the answers. Raises FieldError and ApiError naming the request's fields."""
-    front.check_call(request.model)
-    check_stream_options(request)
-    params = _params(front, request)
-    calls, form = calls_of(front, request), form_grammar(request)
-    if calls.tools and form is not None and front.has_tokenizer:
-        calls.check(front.calls_format, form[0])
-    with front.place(request.choices, "n"):
-        messages = of_request(request.messages)
-        prompt = await _encode(front, request, calls, messages)
-        params = await with_prediction(front, request, params)
-        parsers = [front.formats.parser(prompt, calls, form is not None) for _ in range(request.choices)]
-        form = _after_thought(front, call_form(front, calls, form), parsers[0])
-        params = with_budget(front, request, params, parsers[0])
-        params = await with_grammar(form, params, front.no_grammars)
-        front.check(prompt, params, "messages")
+    served = front.serving(request.model)
+    params, form = _params(served, request), form_of(request)
+    calls = calls_of(served, request, form)
+    with front.places.reserve(request.choices, "n", served.settings):
+        prompt = await _encode(front, served, request, calls)
+        if request.prediction is not None:
+            text = joined(request.prediction.content)
+            predicted = await front.tokenizing.encode_prediction(text, served.capacity)
+            params = msgspec.structs.replace(params, prediction=predicted)
+        assert served.formats is not None, "the prompt was tokenized"
+        plan = partial(served.formats.plan, prompt, params, request.choices, calls, form)
+        makes_grammar = form is not None or (calls is not None and calls.constrained_by is not None)
+        params, parsers = await asyncio.to_thread(plan) if makes_grammar else plan()
+        served.capacity.check(prompt, params, "messages")
         jobs = [
             Job(prompt, params, choice, request.streams_runs, parser) for choice, parser in enumerate(parsers)
         ]
@@ -124,14 +130,15 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
     return writer
 
 
-async def _encode(front: Front, request: ChatRequest, calls: Calls, messages: Conversation) -> list[int]:
+async def _encode(front: Front, served: Served, request: ChatRequest, calls: Calls | None) -> list[int]:
     """Return the prompt's tokens. Raises FieldError naming ``reasoning_effort`` if the template does not read it."""
     effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
     implied: dict[str, Any] = {}
     if effort is not None:
         implied = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    tools, messages = calls.tools if calls else (), of_request(request.messages)
     try:
-        return await front.encode_chat(messages, calls.tools, {**implied, **given})
+        return await front.tokenizing.encode_chat(messages, served.capacity, tools, {**implied, **given})
     except FieldError as error:
         if effort is None or error.param != "chat_template_kwargs.reasoning_effort":
             raise
@@ -139,69 +146,87 @@ async def _encode(front: Front, request: ChatRequest, calls: Calls, messages: Co
         raise FieldError("reasoning_effort", words, "unsupported_parameter") from None
 
 
-def _params(front: Front, request: ChatRequest) -> SamplingParams:
+def _params(served: Served, request: ChatRequest) -> SamplingParams:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise FieldError("max_completion_tokens", "must be equal to max_tokens, its older name")
     if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs", "only with logprobs: true")
+    if request.thinking_token_budget is not None and served.no_budgets is not None:
+        words = f"not supported: {served.no_budgets}"
+        raise FieldError("thinking_token_budget", words, "unsupported_parameter")
     return sampling_params(
         request,
-        vocab_size=front.vocab_size,
+        served.info,
         max_tokens=next(iter(limits), None),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        defaults=front.request_defaults,
+        thinking_token_budget=request.thinking_token_budget,
     )
 
 
-def calls_of(front: Front, request: ChatRequest) -> Calls:
-    """Return the tools that the model may call and how. Raises FieldError if they can't be used."""
+def calls_of(served: Served, request: ChatRequest, form: Form | None = None) -> Calls | None:
+    """Return the tools that the model may call and how; None without any. Raises FieldError if they can't be used, or
+    not together with a ``form``."""
+    if not request.tools and request.tool_choice is None:
+        return None
     calls = Calls.of(request.tools, request.tool_choice, request.parallel_tool_calls)
-    if front.has_tokenizer:
-        calls.check(front.calls_format)
+    if served.formats is not None:
+        calls.check(served.formats.calls, form and form.param)
     return calls
 
 
-def call_form(front: Front, calls: Calls, form: Form | None) -> Form | None:
-    """Return the form of the answer: tool calls, the ``form`` that the request gives, or either. None if it is
-    unconstrained."""
-    if not calls.tools:
-        return form
-    if form is not None and calls.free:
-        return form[0], lambda: str(front.formats.held(calls, form[1]()))
-    return (
-        None
-        if calls.constrained_by is None
-        else (calls.constrained_by, lambda: str(front.formats.held(calls)))
-    )
+def message(events: Sequence[Event], new_id: Callable[[], str], reasoning: ReasoningField) -> AnswerMessage:
+    """Return the message of a whole answer. ``new_id`` makes the id of a call; ``reasoning`` is the field's name."""
+    found = parts(events)
+    calls = [ToolCall(new_id(), CalledFunction(name, arguments)) for name, arguments in found.calls]
+    said = AnswerMessage(None if calls and not found.content else found.content, tool_calls=calls or UNSET)
+    setattr(said, reasoning, found.reasoning or UNSET)
+    return said
 
 
-def _after_thought(front: Front, form: Form | None, parser: AnswerParser) -> Form | None:
-    """Return the form for an answer that may begin with reasoning."""
-    if form is None:
-        return None
-    param, make = form
-    return param, lambda: front.formats.after_thought(make(), parser)
+def finish_reason(answer: Answer) -> ChatReason:
+    """Return ``tool_calls`` for an answer with calls that ended by itself, or by a stop string after the arguments of
+    the last one, otherwise its reason."""
+    assert answer.finish_reason is not None, "the answer has ended"
+    calls = parts(answer.events).calls
+    if answer.finish_reason != "stop" or not calls:
+        return answer.finish_reason
+    return "stop" if answer.stop is not None and not is_whole(calls[-1][1]) else "tool_calls"
 
 
-def with_budget(
-    front: Front, request: ChatRequest, params: SamplingParams, parser: AnswerParser
-) -> SamplingParams:
-    """Return the parameters with the request's thinking budget. Raises FieldError if budgets are not available."""
-    if request.thinking_token_budget is None:
-        return params
-    if front.no_budgets is not None:
-        raise FieldError(
-            "thinking_token_budget", f"not supported: {front.no_budgets}", "unsupported_parameter"
-        )
-    budget, thought = request.thinking_token_budget, front.formats.thought(parser)
-    return msgspec.structs.replace(params, thinking_token_budget=budget, thought=thought)
+class Deltas:
+    """Build the stream deltas of a choice."""
+
+    def __init__(self, new_id: Callable[[], str], reasoning: ReasoningField) -> None:
+        self._new_id = new_id
+        self._renamed = reasoning == "reasoning"
+        self._calls = 0
+
+    def of(self, events: Sequence[Event]) -> list[ChatDelta]:
+        return [self._delta(event) for event in merged(events)]
+
+    def _delta(self, event: Event) -> ChatDelta:
+        match event:
+            case Content(text):
+                return ChatDelta(text)
+            case Reasoning(text):
+                return ChatDelta(reasoning=text) if self._renamed else ChatDelta(reasoning_content=text)
+            case Call(name):
+                self._calls += 1
+                begun = FunctionDelta("", name)
+                return _of_call(ToolCallDelta(self._calls - 1, begun, self._new_id(), "function"))
+            case Arguments(text):
+                return _of_call(ToolCallDelta(self._calls - 1, FunctionDelta(text)))
+
+
+def _of_call(delta: ToolCallDelta) -> ChatDelta:
+    return ChatDelta(tool_calls=[delta])
 
 
 class _Writer(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
         super().__init__(front, request, jobs, "chatcmpl-")
-        self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
+        self._new_id = front.new_call_id
         self._top = (request.top_logprobs or 0) if request.logprobs else None
         self._field = request.reasoning_field or "reasoning_content"
         self._named = isinstance(request.tool_choice, NamedFunction)
@@ -255,4 +280,5 @@ class _Writer(Writer):
         return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunk(choice.index))
 
     def _logprobs(self, found: list[TokenLogprob]) -> ChatLogprobs | None:
-        return None if self._top is None else chat_logprobs(found, self._top, self._front.tokenizer)
+        tokenizer = self._front.tokenizing.tokenizer
+        return None if self._top is None or tokenizer is None else chat_logprobs(found, self._top, tokenizer)

@@ -13,26 +13,26 @@ from msgspec import UNSET
 from pydantic import Field
 from starlette.responses import Response
 
-from specserve.core import MAX_CHOICES, MAX_LOGPROBS, FieldError, SamplingParams
+from specserve.core import MAX_CHOICES, MAX_LOGPROBS, Capacity, FieldError, SamplingParams
+from specserve.frontend.answers import constrained
+from specserve.frontend.conversation import joined as joined_text
 from specserve.frontend.fields import ListOf, Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
 from specserve.messages import FinishReason
 from specserve.server import schema
-from specserve.server.call import Writer, with_prediction
-from specserve.server.front import Front
+from specserve.server.front import Front, Served, Tokenizing
 from specserve.server.logprobs import CompletionLogprobs, joined
 from specserve.server.openapi import answers
 from specserve.server.protocol import (
     MAX_ANSWERS,
     GenerationRequest,
     Int,
-    check_stream_options,
+    form_of,
     sampling_params,
 )
 from specserve.server.schema import Completion, CompletionChoice
-from specserve.server.streaming import unless_left
-from specserve.server.structured import form_grammar, with_grammar
+from specserve.server.writer import Writer, unless_left
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -69,20 +69,26 @@ def add_completions(app: FastAPI, front: Front) -> None:
 
 
 async def _complete(front: Front, request: CompletionRequest) -> Response:
-    front.check_call(request.model)
-    check_stream_options(request)
+    served = front.serving(request.model)
+    params = _params(served, request)
     _check_best_of(request)
-    params = _params(front, request)
-    given = _prompts(request)
+    given, form = _prompts(request), form_of(request)
     count = len(given) * request.candidates
     name = "prompt" if request.candidates == 1 else "n" if request.best_of is None else "best_of"
     if count > MAX_ANSWERS:
         words = f"{len(given)} prompts with {request.candidates} answers each exceed the limit of {MAX_ANSWERS} answers"
         raise FieldError(name, words)
-    with front.place(count, name):
-        params = await with_prediction(front, request, params)
-        params = await with_grammar(form_grammar(request), params, front.no_grammars)
-        prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
+    with front.places.reserve(count, name, served.settings):
+        if request.prediction is not None:
+            text = joined_text(request.prediction.content)
+            predicted = await front.tokenizing.encode_prediction(text, served.capacity)
+            params = msgspec.structs.replace(params, prediction=predicted)
+        if form is not None:
+            params = await asyncio.to_thread(constrained, params, form, served.no_grammars)
+        prompts = [
+            await _Prompt.of(front.tokenizing, item, name, served.capacity, params, request.echo)
+            for name, item in given.items()
+        ]
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
     return await writer.respond()
@@ -96,16 +102,15 @@ def _check_best_of(request: CompletionRequest) -> None:
         raise FieldError("best_of", words)
 
 
-def _params(front: Front, request: CompletionRequest) -> SamplingParams:
-    if not front.has_tokenizer:
+def _params(served: Served, request: CompletionRequest) -> SamplingParams:
+    if served.formats is None:
         _check_textless(request)
     return sampling_params(
         request,
-        vocab_size=front.vocab_size,
+        served.info,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=0 if request.logprobs is None and request.candidates > request.choices else request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
-        defaults=front.request_defaults,
     )
 
 
@@ -144,16 +149,22 @@ class _Prompt:
 
     @classmethod
     async def of(
-        cls, front: Front, given: str | list[int], param: str, params: SamplingParams, echo: bool | None
+        cls,
+        tokenizing: Tokenizing,
+        given: str | list[int],
+        param: str,
+        capacity: Capacity,
+        params: SamplingParams,
+        echo: bool | None,
     ) -> _Prompt:
         """Encode a prompt. Raises FieldError, with the prompt called ``param``, if the engine would refuse it."""
-        tokens = await front.encode(given, param) if isinstance(given, str) else given
-        front.check(tokens, params, param)
+        tokens = await tokenizing.encode(given, param, capacity) if isinstance(given, str) else given
+        capacity.check(tokens, params, param)
         if not echo:
             return cls(tokens, "")
         if isinstance(given, str):
             return cls(tokens, given)
-        return cls(tokens, await front.decode(tokens, param) if front.has_tokenizer else "")
+        return cls(tokens, await tokenizing.decode(tokens, param, capacity) if tokenizing.tokenizer else "")
 
 
 def _after(before: CompletionChoice, found: CompletionChoice) -> CompletionChoice:
@@ -236,7 +247,7 @@ class _Writer(Writer):
         """Return the formatter of the logprobs of a prompt and its answers, None if none were asked for."""
         if self._request.logprobs is None:
             return None
-        given, tokenizer = self._prompts[prompt], self._front.tokenizer if self._front.has_tokenizer else None
+        given, tokenizer = self._prompts[prompt], self._front.tokenizing.tokenizer
         hides = self._request.skip_special_tokens is not False
         return CompletionLogprobs(self._request.logprobs, tokenizer, len(given.text), given.tokens, hides)
 

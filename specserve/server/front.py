@@ -1,4 +1,4 @@
-"""State that the routes share: settings, engine, tokenizer, metrics, and the checks that every call needs."""
+"""State that the routes share: what is served, the tokenizer's thread, places in the queue, engine and metrics."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from specserve.config import Settings, make_settings
-from specserve.core import Capacity, FieldError, SamplingParams
+from specserve.core import Capacity, FieldError, prediction_limit
 from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import Conversation
 from specserve.frontend.generation import Generation, Job, TokenStatistics
-from specserve.frontend.parsers.registry import Format, choose_format
+from specserve.frontend.parsers.registry import FORMATS, choose_format
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.frontend.tools import Tool
+from specserve.messages import EngineInfo, Ready
 from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
 from specserve.server import schema
@@ -46,6 +47,159 @@ def _bare(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].casefold().removeprefix("meta-")
 
 
+@dataclass(frozen=True)
+class Served:
+    """What an engine serves, as it reported when it was ready. ``formats``: of answers; None without a tokenizer.
+    ``no_grammars``: why requests can't use grammars, ``no_budgets``: why thinking can't have a budget; None if they
+    can."""
+
+    ready: Ready
+    settings: Settings
+    capacity: Capacity
+    formats: Formats | None
+    no_grammars: str | None
+    no_budgets: str | None
+
+    @classmethod
+    def of(cls, ready: Ready, formats: Formats | None) -> Served:
+        info, settings = ready.info, make_settings(**ready.settings)
+        without = "this server runs without a tokenizer" if formats is None else info.no_grammars
+        unknown = "the format of this model's reasoning is unknown (--reasoning-parser)"
+        return cls(
+            ready,
+            settings,
+            Capacity(
+                info.context_length, info.max_total_tokens, info.vocab_size, settings.requests_all_greedy
+            ),
+            None if formats is None else replace(formats, ends=info.eos_token_ids, no_grammars=without),
+            without,
+            unknown if settings.reasoning_parser == "none" else without,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.ready.info
+
+
+class Tokenizing:
+    """Runs a tokenizer in a thread of its own, which keeps long prompts off the event loop."""
+
+    def __init__(self, gone: Callable[[], ApiError]) -> None:
+        """``gone`` makes the error for calls that wait for the thread when the engine is gone."""
+        self.thread = ThreadPoolExecutor(1, "tokenizer")
+        self.tokenizer: Tokenizer | None = None
+        self._gone = gone
+        self._waiting: set[asyncio.Future[Any]] = set()  # calls queued for the thread
+        self._ended = False
+
+    def end(self) -> None:
+        """Answer the calls that wait, and new ones, with an error. The thread's current work can't be stopped."""
+        self._ended = True
+        for waiting in self._waiting:
+            waiting.cancel()
+
+    async def encode(self, text: str, param: str, capacity: Capacity) -> list[int]:
+        """Return the tokens of a prompt. Raises FieldError naming ``param`` for a text far longer than the context."""
+        tokenizer = self._needed(param)
+        return await self._prompt(param, capacity, tokenizer.encode, text, capacity.room)
+
+    async def encode_chat(
+        self,
+        messages: Conversation,
+        capacity: Capacity,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a conversation. Raises ApiError with the template's reason, or as ``encode`` does."""
+        arguments = messages, capacity.room, tools, variables
+        try:
+            return await self._prompt("messages", capacity, self._needed("messages").encode_chat, *arguments)
+        except FieldError:
+            raise
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+
+    async def encode_prediction(self, text: str, capacity: Capacity) -> list[int]:
+        """Return the tokens of a predicted text. Raises FieldError if there is no room for it."""
+        if self.tokenizer is None:
+            raise FieldError("prediction", "this server runs without a tokenizer")
+        most = prediction_limit(capacity.context_length)
+        try:
+            return await self._run(self.tokenizer.encode_answer, text, most)
+        except TooLong as error:
+            raise FieldError("prediction", f"{error}; the limit is {most}") from None
+
+    async def decode(self, tokens: Sequence[int], param: str, capacity: Capacity) -> str:
+        """Return the text of tokens, special ones included. Raises FieldError for more tokens than the context length,
+        for ids outside the vocabulary, and without a tokenizer."""
+        if self.tokenizer is None:
+            raise FieldError(param, f"{_WITHOUT}, so it can't decode tokens")
+        if len(tokens) > capacity.context_length:
+            most = f"at most {capacity.context_length}, the context length, can be decoded"
+            raise FieldError(param, f"has {len(tokens)} tokens; {most}")
+        capacity.check_tokens(param, tokens)
+        return await self._run(functools.partial(self.tokenizer.decode, skip_special_tokens=False), tokens)
+
+    def _needed(self, param: str) -> Tokenizer:
+        """Return the tokenizer. Raises FieldError for text if there is none."""
+        if self.tokenizer is None:
+            raise FieldError(param, f"{_WITHOUT}; the prompt of /v1/completions may be token ids")
+        return self.tokenizer
+
+    async def _prompt(
+        self, param: str, capacity: Capacity, work: Callable[..., list[int]], *arguments: object
+    ) -> list[int]:
+        try:
+            return await self._run(work, *arguments)
+        except TooLong as error:
+            raise capacity.too_long(param, str(error)) from None
+
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run work in the thread. A call cancelled while queued gives up its place."""
+        if self._ended:
+            raise self._gone()
+        waiting = asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
+        self._waiting.add(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if self._ended:
+                raise self._gone() from None
+            raise
+        finally:
+            self._waiting.discard(waiting)
+
+
+class Places:
+    """Limits the answers that run, wait in the engine or are being prepared."""
+
+    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._preparing = 0  # answers that were requested and not yet submitted
+
+    @contextlib.contextmanager
+    def reserve(self, answers: int, param: str, settings: Settings) -> Iterator[None]:
+        """Reserve places for as many answers as ``param`` asks for, until they are submitted. Raises ApiError if the
+        queue is full."""
+        limit = (settings.max_running_requests or 0) + settings.max_queued_requests
+        flags = "(--max-running-requests and --max-queued-requests)"
+        if answers > limit:
+            raise FieldError(param, f"{answers} answers in one call exceed the limit of {limit} {flags}")
+        taken = self._engine.open + self._preparing
+        if taken + answers > limit:
+            self._metrics.rejected(answers)
+            words = (
+                f"the queue is full: {answers} requested, {taken} running or waiting, limit {limit} {flags}"
+            )
+            raise ApiError(429, words, code="rate_limit_exceeded")
+        self._preparing += answers
+        try:
+            yield
+        finally:
+            self._preparing -= answers
+
+
 class Front:
     """The front process's state. ``settings`` are those given until an engine reports the resolved ones."""
 
@@ -56,27 +210,28 @@ class Front:
         self.started = int(time.time())
         self.stopping = False
         self.calls = 0  # HTTP requests whose body has arrived and whose answer has not ended
-        self._preparing = 0  # answers that were requested and not yet submitted
+        self.tokenizing = Tokenizing(lambda: ApiError(503, engine.words, code="not_ready"))
+        self.places = Places(engine, self.metrics)
         self._given = settings
-        self._resolved: tuple[object, Settings] | None = None  # what the engine reported, and its settings
-        self._loaded = False
-        self._tokenizer: Tokenizer | None = None
-        self.calls_format: Format | None = None  # of the model's tool calls, if known
         self._formats: Formats | None = None
-        self.thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
-        self._waiting: set[asyncio.Future[Any]] = set()  # calls queued for the thread
-        self._ended = False
+        self._served: Served | None = None
+        self._loaded = False
         self._noted: set[str] = set()
 
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
         """Take the loaded tokenizer, None if there is none."""
-        self._tokenizer = tokenizer
+        self.tokenizing.tokenizer = tokenizer
         if tokenizer is not None:
-            found, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
-            self.calls_format = found
-            self._formats = Formats.of(tokenizer, found, self._given.reasoning_parser != "none")
-            log.info("tool calls are %s: %s", f"parsed as {found.name}" if found else "not parsed", why)
-        self._loaded = True
+            calls, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
+            self._formats = Formats.of(tokenizer, calls, self._given.reasoning_parser != "none")
+            log.info("tool calls are %s: %s", f"parsed as {calls.name}" if calls else "not parsed", why)
+        self._loaded, self._served = True, None
+
+    @property
+    def new_call_id(self) -> Callable[[], str]:
+        """Return the function that makes ids of tool calls."""
+        known = self._formats and self._formats.calls
+        return (known or FORMATS["hermes"]).new_id
 
     def note_once(self, words: str) -> None:
         """Log once that a part of requests has no effect. ``words`` contain nothing from a request."""
@@ -84,24 +239,21 @@ class Front:
             self._noted.add(words)
             log.warning("accepted but ignored: %s", words)
 
-    def end(self) -> None:
-        """Answer the calls that wait for the tokenizer, and new ones, with an error, because the engine is gone. The
-        thread's current work can't be stopped."""
-        self._ended = True
-        for waiting in self._waiting:
-            waiting.cancel()
-
     def close(self) -> None:
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        self.tokenizing.thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def served(self) -> Served | None:
+        """Return what the latest engine reported, None before the first one did."""
+        if (ready := self.engine.ready) is None:
+            return None
+        if self._served is None or self._served.ready is not ready:
+            self._served = Served.of(ready, self._formats)
+        return self._served
 
     @property
     def settings(self) -> Settings:
-        said = self.engine.info.get("settings")
-        if said is None:
-            return self._given
-        if self._resolved is None or self._resolved[0] is not said:
-            self._resolved = said, make_settings(**said)
-        return self._resolved[1]
+        return self._given if (served := self.served) is None else served.settings
 
     def _first_name(self) -> str:
         return next(iter(self.settings.served_model_name), "")
@@ -118,11 +270,8 @@ class Front:
     @property
     def _stalled(self) -> str | None:
         """Return that the engine has said nothing for a while, if so."""
-        return (
-            f"the engine has said nothing for {self.engine.silence:g} seconds"
-            if self.engine.stalled
-            else None
-        )
+        words = f"the engine has said nothing for {self.engine.silence:g} seconds"
+        return words if self.engine.stalled else None
 
     @property
     def health(self) -> schema.Health | schema.Unready:
@@ -139,152 +288,23 @@ class Front:
             return schema.Unready("starting", "loading the tokenizer")
         return schema.Unready("stalled", reason=self._stalled) if self._stalled else schema.Health()
 
-    @property
-    def context_length(self) -> int:
-        assert self.settings.context_length is not None
-        return self.settings.context_length
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.engine.info["vocab_size"])
-
-    @property
-    def request_defaults(self) -> Mapping[str, float]:
-        """Return the sampling parameters of requests that don't set them, where they are not those of OpenAI."""
-        found: Mapping[str, float] = self.engine.info.get("request_defaults", {})
-        return found
-
-    @property
-    def no_grammars(self) -> str | None:
-        """Return why requests can't use grammars, None if they can."""
-        if not self.has_tokenizer:
-            return "this server runs without a tokenizer"
-        reason = self.engine.info.get("no_grammars")
-        return None if reason is None else str(reason)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        assert self._tokenizer is not None, "calls that need one were checked"
-        return self._tokenizer
-
-    def _check_text(self, param: str) -> None:
-        """Raise FieldError for text if there is no tokenizer."""
-        if not self.has_tokenizer:
-            raise FieldError(param, f"{_WITHOUT}; the prompt of /v1/completions may be token ids")
-
-    def check_call(self, model: str | None) -> None:
-        """Raise ApiError unless a request for ``model`` (None: any) would be served now."""
-        if self.unready is not None:
-            raise ApiError(503, self.unready, code="not_ready")
-        if model is not None and not is_served(model, self.settings.served_model_name):
-            names = ", ".join(self.settings.served_model_name)
-            raise ApiError(
-                404, f"this server has no model {model!r}; it serves {names}", "model", "model_not_found"
-            )
-
-    @contextlib.contextmanager
-    def place(self, answers: int, param: str) -> Iterator[None]:
-        """Reserve places for as many answers as ``param`` asks for, until they are submitted. Raises ApiError if the
-        queue is full."""
-        limit = (self.settings.max_running_requests or 0) + self.settings.max_queued_requests
-        if answers > limit:
-            flags = "(--max-running-requests and --max-queued-requests)"
-            raise FieldError(param, f"{answers} answers in one call exceed the limit of {limit} {flags}")
-        taken = self.engine.open + self._preparing
-        if taken + answers > limit:
-            self.metrics.rejected(answers)
-            raise ApiError(
-                429,
-                f"the queue is full: {answers} requested, {taken} running or waiting, limit {limit} "
-                "(--max-running-requests and --max-queued-requests)",
-                code="rate_limit_exceeded",
-            )
-        self._preparing += answers
-        try:
-            yield
-        finally:
-            self._preparing -= answers
-
-    @property
-    def capacity(self) -> Capacity:
-        """Return the engine's capacity, as it reported."""
-        return Capacity(
-            context_length=self.context_length,
-            pool_tokens=int(self.engine.info["max_total_tokens"]),
-            vocab_size=self.vocab_size,
-            all_greedy=self.settings.requests_all_greedy,
-        )
-
-    def check(self, prompt: Sequence[int], params: SamplingParams, param: str) -> None:
-        """Raise FieldError, with the prompt called ``param``, for a request that the engine would refuse."""
-        self.capacity.check(prompt, params, param)
-
-    async def encode(self, text: str, param: str) -> list[int]:
-        """Return the tokens of a prompt. Raises FieldError naming ``param`` for a text far longer than the context."""
-        self._check_text(param)
-        try:
-            return await self._off_loop(self.tokenizer.encode, text, self.capacity.room)
-        except TooLong as error:
-            raise self.capacity.too_long(param, str(error)) from None
-
-    async def encode_answer(self, text: str, most: int) -> list[int]:
-        """Return the tokens of a text as part of an answer. Raises TooLong for far more than ``most`` tokens."""
-        return await self._off_loop(self.tokenizer.encode_answer, text, most)
-
-    async def encode_chat(
-        self,
-        messages: Conversation,
-        tools: Sequence[Tool] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the tokens of a conversation. Raises ApiError with the template's reason, or as ``encode`` does."""
-        self._check_text("messages")
-        try:
-            arguments = messages, self.capacity.room, tools, variables
-            return await self._off_loop(self.tokenizer.encode_chat, *arguments)
-        except TooLong as error:
-            raise self.capacity.too_long("messages", str(error)) from None
-        except FieldError:
-            raise
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
-
-    @property
-    def formats(self) -> Formats:
-        """Return how answers are parsed and constrained."""
-        assert self._formats is not None, "calls that need a tokenizer were checked"
-        return replace(self._formats, ends=self.engine.info.get("eos_token_ids", ()))
-
-    @property
-    def no_budgets(self) -> str | None:
-        """Return why thinking can't have a budget, None if it can."""
-        if self.settings.reasoning_parser == "none":
-            return "the format of this model's reasoning is unknown (--reasoning-parser)"
-        return self.no_grammars
-
-    async def decode(self, tokens: Sequence[int], param: str) -> str:
-        """Return the text of tokens, special ones included. Raises FieldError for more tokens than the context length,
-        for ids outside the vocabulary, and without a tokenizer."""
-        if not self.has_tokenizer:
-            raise FieldError(param, f"{_WITHOUT}, so it can't decode tokens")
-        if len(tokens) > self.context_length:
-            most = f"at most {self.context_length}, the context length, can be decoded"
-            raise FieldError(param, f"has {len(tokens)} tokens; {most}")
-        self.capacity.check_tokens(param, tokens)
-        return await self._off_loop(
-            functools.partial(self.tokenizer.decode, skip_special_tokens=False), tokens
-        )
+    def serving(self, model: str | None = None) -> Served:
+        """Return what is served. Raises ApiError unless a request for ``model`` (None: any) would be served now."""
+        if (reason := self.unready) is not None:
+            raise ApiError(503, reason, code="not_ready")
+        served = self.served
+        assert served is not None, "an engine is ready"
+        if model is not None and not is_served(model, served.settings.served_model_name):
+            words = f"this server has no model {model!r}; it serves {', '.join(served.settings.served_model_name)}"
+            raise ApiError(404, words, "model", "model_not_found")
+        return served
 
     def generation(self, jobs: Sequence[Job], name: str) -> Generation:
         """Return the generation of one call. ``POST /abort_request`` knows it by ``name``."""
         log.debug("%s: %d answers", name, len(jobs))
         return Generation(
             self.engine,
-            self._tokenizer,
+            self.tokenizing.tokenizer,
             self.metrics,
             jobs,
             self.token_statistics,
@@ -292,23 +312,3 @@ class Front:
             timeout=self.settings.request_timeout,
             tenant=TENANT.get(),
         )
-
-    async def _off_loop(self, work: Callable[..., T], *arguments: object) -> T:
-        """Run work in the tokenizer's thread. A call cancelled while queued gives up its place. Raises ApiError when
-        the server ends."""
-        if self._ended:
-            raise self._gone
-        waiting = asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
-        self._waiting.add(waiting)
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if self._ended:
-                raise self._gone from None
-            raise
-        finally:
-            self._waiting.discard(waiting)
-
-    @property
-    def _gone(self) -> ApiError:
-        return ApiError(503, self.engine.words, code="not_ready")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -12,14 +13,14 @@ from specserve.core import FieldError
 from specserve.frontend.conversation import Messages, Variables, of_request
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.frontend.tools import Tools
+from specserve.messages import CostTotals, Stats, StepTotals
 from specserve.process.client import EngineGone
 from specserve.server import schema
 from specserve.server.errors import RETRY_AFTER, ApiError
 from specserve.server.front import Front
 from specserve.server.openapi import answers
 from specserve.server.protocol import Int
-from specserve.server.report import speculation_report
-from specserve.server.streaming import Json, unless_left
+from specserve.server.writer import Json, unless_left
 
 ABORTED = "the request was aborted by POST /abort_request"
 
@@ -72,14 +73,14 @@ def add_figures(app: FastAPI, front: Front) -> None:
     @app.get("/server_info", response_model=None, responses=answers(schema.ServerInfo))
     async def get_server_info() -> dict[str, Any]:
         """Return every resolved setting by its name, and what the engine reports about itself."""
-        engine = {key: value for key, value in front.engine.info.items() if key not in ("settings", "notes")}
+        ready = front.engine.ready
         return {
             **front.settings.public(),
             "version": __version__,
             "status": front.unready or "ok",
-            "choices": front.engine.info.get("notes", []),
-            "engine": engine,
-            "speculation": speculation_report(front.engine.stats),
+            "choices": ready.notes if ready else [],
+            "engine": msgspec.to_builtins(ready.info) if ready else {},
+            "speculation": _speculation(front.engine.stats),
         }
 
     @app.get("/token_statistics", response_model=None, responses=answers(schema.TokenCounts))
@@ -101,7 +102,7 @@ def add_operations(app: FastAPI, front: Front) -> None:
     @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
     async def post_tokenize(request: TokenizeRequest, http: Request) -> Response:
         """Return the token ids of a completion's ``prompt`` or of a chat's ``messages``."""
-        front.check_call(request.model)
+        capacity = front.serving(request.model).capacity
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "give either prompt or messages")
         if request.tools and request.messages is None:
@@ -110,19 +111,19 @@ def add_operations(app: FastAPI, front: Front) -> None:
             raise FieldError("chat_template_kwargs", "only with messages")
         if request.messages is not None:
             messages = of_request(request.messages)
-            work = front.encode_chat(messages, request.tools or (), request.chat_template_kwargs)
+            variables = request.chat_template_kwargs
+            work = front.tokenizing.encode_chat(messages, capacity, request.tools or (), variables)
         else:
-            work = front.encode(request.prompt or "", "prompt")
+            work = front.tokenizing.encode(request.prompt or "", "prompt", capacity)
         tokens = await unless_left(http.receive, work)
-        return Json(schema.Tokenized(tokens, len(tokens), front.capacity.room))
+        return Json(schema.Tokenized(tokens, len(tokens), capacity.room))
 
     @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
     async def post_detokenize(request: DetokenizeRequest, http: Request) -> Response:
         """Return the text of token ids, special ones included."""
-        front.check_call(request.model)
-        return Json(
-            schema.Detokenized(await unless_left(http.receive, front.decode(request.tokens, "tokens")))
-        )
+        capacity = front.serving(request.model).capacity
+        work = front.tokenizing.decode(request.tokens, "tokens", capacity)
+        return Json(schema.Detokenized(await unless_left(http.receive, work)))
 
     @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
     async def post_abort_request(request: AbortRequest) -> Response:
@@ -134,7 +135,7 @@ def add_operations(app: FastAPI, front: Front) -> None:
     @app.post("/flush_cache", response_model=None, responses=answers(schema.Flushed))
     async def post_flush_cache() -> Response:
         """Empty the prefix cache of an idle server. Returns the number of pages freed."""
-        front.check_call(None)
+        front.serving()
         try:
             pages = None if front.engine.open else await front.engine.flush_cache()
         except EngineGone as error:
@@ -142,3 +143,28 @@ def add_operations(app: FastAPI, front: Front) -> None:
         if pages is None:
             raise ApiError(400, f"the cache is in use by {front.engine.open} requests", code="busy")
         return Json(schema.Flushed(pages))
+
+
+def _speculation(stats: Stats | None) -> dict[str, Any] | None:
+    """Return the figures since start, and the latest step's shape. None before the engine's first step."""
+    if stats is None or stats.step_totals.shape is None:
+        return None
+    totals = stats.step_totals
+    return {
+        "drafter": totals.drafter,
+        "shape": totals.shape,
+        "share_of_steps": _shares(totals),
+        "acceptance_by_level": [round(level.accepted / max(level.tested, 1), 4) for level in totals.levels],
+        "speed_up": _speed_up(totals, totals.cost) if totals.cost is not None else None,
+    }
+
+
+def _shares(totals: StepTotals) -> dict[str, float]:
+    steps = sum(shape.steps for shape in totals.shapes.values())
+    return {label: round(shape.steps / steps, 4) for label, shape in sorted(totals.shapes.items())}
+
+
+def _speed_up(totals: StepTotals, cost: CostTotals) -> float:
+    """Return the speed-up over plain decoding, by the cost model."""
+    seconds = sum(shape.seconds for shape in totals.shapes.values())
+    return round(cost.plain_seconds / max(seconds, 1e-9), 4)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from specserve.constraints import grammar
 from specserve.core import BIAS, MAX_CHOICES, MAX_COUNT, RANGES, FieldError, SamplingParams, Speculation
+from specserve.frontend.answers import Form
 from specserve.frontend.conversation import Texts
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text
+from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text
+from specserve.messages import EngineInfo
 from specserve.server.errors import ApiError
-from specserve.server.structured import StructuredRequest
 
 MAX_ANSWERS = 2048
 MAX_STOPS = 16
 INT64 = 2**63
+_ALWAYS = "what is asked for is always enforced"
 TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one spelling per id
 
+Schema = dict[str, Any] | bool
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -41,6 +46,74 @@ Bias = Annotated[
         }
     ),
 ]
+
+
+class JsonSchemaFormat(Strict):
+    name: str
+    """A label that changes no answer."""
+    description: str | None = None
+    """A label that changes no answer."""
+    schema_: Schema | None = Field(None, alias="schema")
+    """The JSON schema; keywords that can't be enforced are refused. Default: any object."""
+    strict: bool | None = None
+    """Schemas are always enforced."""
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+    """Plain text, or any JSON object."""
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    """JSON that is valid under a schema."""
+    json_schema: JsonSchemaFormat
+    """The schema."""
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field: exactly one of these."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "disable_fallback": Refusal(_ALWAYS, True, False),
+        "disable_any_whitespace": Refusal("JSON may have white space", False),
+        "disable_additional_properties": Refusal("the schema says which properties there may be", False),
+        "whitespace_pattern": Refusal("JSON's white space can't be chosen"),
+        "structural_tag": Refusal("answers have one grammar from their beginning"),
+    }
+    json_: Schema | Text | None = Field(None, alias="json")
+    """A JSON schema, or its text."""
+    regex: Text | None = None
+    """A regular expression that the whole answer matches."""
+    choice: ListOf[Text] | None = None
+    """Texts; the answer is one of them."""
+    grammar: Text | None = None
+    """A grammar in Lark or GBNF format."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+
+class StructuredRequest(Strict):
+    """The fields that constrain answers; at most one may be set."""
+
+    response_format: Annotated[PlainFormat | SchemaFormat, ByType()] | None = None
+    """Plain text, any JSON object, or JSON that is valid under a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's name for what an answer must be."""
+    guided_json: Schema | Text | None = None
+    """vLLM's older name of `structured_outputs.json`."""
+    guided_regex: Text | None = None
+    """vLLM's older name of `structured_outputs.regex`."""
+    guided_choice: ListOf[Text] | None = None
+    """vLLM's older name of `structured_outputs.choice`."""
+    guided_grammar: Text | None = None
+    """vLLM's older name of `structured_outputs.grammar`."""
+    json_schema: Text | None = None
+    """SGLang's name: the text of a JSON schema."""
+    regex: Text | None = None
+    """SGLang's name: a regular expression that the whole answer matches."""
+    ebnf: Text | None = None
+    """SGLang's name: a grammar."""
 
 
 class StreamOptions(Strict):
@@ -153,7 +226,7 @@ class GenerationRequest(StructuredRequest):
 
 
 _AS_THEY_ARE = (
-    *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *(
         "min_tokens",
         "seed",
@@ -168,46 +241,38 @@ _AS_THEY_ARE = (
 
 def sampling_params(
     request: GenerationRequest,
+    info: EngineInfo,
     *,
-    vocab_size: int,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
-    defaults: Mapping[str, float],
+    thinking_token_budget: int | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request, with ``defaults`` for those that it does not set. Raises ApiError
-    400 naming the field."""
-    given: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
+    """Return the sampling parameters of a request, with the engine's defaults for those that it does not set. Raises
+    FieldError or ApiError 400 naming the field."""
+    if request.stream_options is not None and not request.stream:
+        raise FieldError("stream_options", "only with stream: true")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
-        "temperature": request.temperature,
-        "top_k": _top_k(request.top_k, vocab_size),
+        "thinking_token_budget": thinking_token_budget,
+        # The whole vocabulary or more is off.
+        "top_k": -1 if request.top_k is not None and request.top_k >= info.vocab_size else request.top_k,
         "logit_bias": _logit_bias(request.logit_bias),
-        "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
         "speculation": request.speculation and Speculation(**request.speculation.model_dump()),
     }
     try:
-        own = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**{**defaults, **own})
+        own = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(**{**info.request_defaults, **own})
     except ValueError as error:
         raise ApiError(400, str(error), _named(str(error))) from None
-
-
-def check_stream_options(request: GenerationRequest) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise FieldError("stream_options", "only with stream: true")
 
 
 def _named(message: str) -> str | None:
     """Return the parameter that begins an error of SamplingParams, or None."""
     name = re.split(r"[^\w.]", message)[0]
     return name if name.split(".")[0] in SamplingParams.__struct_fields__ else None
-
-
-def _top_k(top_k: int | None, vocab_size: int) -> int | None:
-    """Turn a ``top_k`` of the whole vocabulary or more off."""
-    return -1 if top_k is not None and top_k >= vocab_size else top_k
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
@@ -217,3 +282,51 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         if not re.fullmatch(TOKEN_ID, token):
             raise FieldError("logit_bias", f"keys must be token ids without leading zeros, found {token!r}")
     return {int(token): value for token, value in bias.items()}
+
+
+def _forms(request: StructuredRequest) -> Iterator[Form]:
+    wanted = request.response_format
+    if wanted is not None and wanted.type == "json_object":
+        yield Form("response_format", grammar.json_object)
+    elif isinstance(wanted, SchemaFormat):
+        schema = wanted.json_schema.schema_
+        make = grammar.json_object if schema is None else partial(grammar.json_schema, schema)
+        yield Form("response_format.json_schema.schema", make)
+    for name, make_it in _MAKERS.items():
+        if (value := getattr(request, name)) is not None:
+            yield Form(name, partial(make_it, value))
+    if (outputs := request.structured_outputs) is not None:
+        if not outputs.model_fields_set:
+            raise FieldError(
+                "structured_outputs", "needs one of json, regex, choice, grammar and json_object"
+            )
+        if outputs.json_object:
+            yield Form("structured_outputs.json_object", grammar.json_object)
+        for name, make_it in _OF_OUTPUTS.items():
+            if (value := getattr(outputs, name)) is not None:
+                yield Form(f"structured_outputs.{name.rstrip('_')}", partial(make_it, value))
+
+
+_MAKERS: dict[str, Callable[[Any], str]] = {
+    "guided_json": grammar.json_schema,
+    "guided_regex": grammar.regex,
+    "guided_choice": grammar.choice,
+    "guided_grammar": grammar.ebnf,
+    "json_schema": grammar.json_schema,
+    "regex": grammar.regex,
+    "ebnf": grammar.ebnf,
+}
+_OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
+    "json_": grammar.json_schema,
+    "regex": grammar.regex,
+    "choice": grammar.choice,
+    "grammar": grammar.ebnf,
+}
+
+
+def form_of(request: StructuredRequest) -> Form | None:
+    """Return the form that the request demands of its answer. Raises FieldError for more than one."""
+    forms = list(_forms(request))
+    if len(forms) > 1:
+        raise FieldError(forms[1][0], f"can't be combined with {forms[0][0]}")
+    return forms[0] if forms else None

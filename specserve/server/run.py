@@ -1,4 +1,4 @@
-"""Run one server from start to stop: listen, start the engine, serve, stop both."""
+"""Run one server from start to stop: listen, start the engine, serve, drain, stop both."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 * 2**10  # of a request line and its headers
 BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 AT_ONCE = 16  # connections accepted in a turn of the event loop, before their number is checked
+FAREWELL = 2  # seconds to send the last answers, and errors for those cut short
+TICK = 0.05  # seconds between checks of the running requests
 STALLED = 60.0  # seconds after which a client that reads nothing of its pending data is disconnected
 
 
@@ -80,7 +82,6 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
 
     from specserve.server.app import create_app
     from specserve.server.connection import Connection, allow_files
-    from specserve.server.drain import FAREWELL, Drain
     from specserve.server.front import Front
 
     allow_files()
@@ -103,7 +104,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     loading = asyncio.create_task(_load(front, server, listener))
 
     def end(_: object) -> None:
-        front.end()
+        front.tokenizing.end()
         server.should_exit = True
 
     keeping.add_done_callback(end)
@@ -127,7 +128,7 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
         if not settings.skip_tokenizer_init:
             assert settings.tokenizer_path is not None
             tokenizer = await asyncio.get_running_loop().run_in_executor(
-                front.thread, _load_tokenizer, settings.tokenizer_path, settings
+                front.tokenizing.thread, _load_tokenizer, settings.tokenizer_path, settings
             )
         front.finish_loading(tokenizer)
     except BaseException:
@@ -180,3 +181,37 @@ def server_class(base: type[Server]) -> type[Server]:
             yield
 
     return Quiet
+
+
+class Drain:
+    """Stop a server. It keeps listening and answers new requests with 503 until the running ones have ended."""
+
+    def __init__(self, front: Front, server: Server) -> None:
+        self._front = front
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Begin to drain; a second call stops at once."""
+        if self._task is None:
+            self._front.stopping = self._front.engine.is_last = True
+            self._task = asyncio.create_task(self._drain())
+        else:
+            self._end()
+            self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        timeout = self._front.settings.drain_timeout
+        if self._front.calls:
+            words = "stopping: %d requests have %g seconds to finish; a second signal (Ctrl-C) aborts them"
+            log.info(words, self._front.calls, timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._front.calls:
+                    await asyncio.sleep(TICK)
+        self._end()
+
+    def _end(self) -> None:
+        self._front.engine.stop()
+        self._front.tokenizing.end()
+        self._server.should_exit = True

@@ -1,16 +1,19 @@
-"""Helpers for APIs that are translated to chat: chat checks the requests, and errors name the caller's fields."""
+"""Helpers for APIs that are translated to chat: chat checks the requests, and errors name the caller's fields; answers
+are blocks in the order of the text."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from specserve.core import FieldError
 from specserve.frontend.fields import explain
+from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
 from specserve.server.chat import ChatRequest
 from specserve.server.errors import ApiError
 
@@ -64,3 +67,65 @@ class Translation:
                 return ChatRequest.model_validate({**given, "messages": self.messages})
             except ValidationError as error:
                 raise explain(error.errors(include_url=False)) from None
+
+
+@dataclass
+class Block:
+    """A part of an answer: text, reasoning or a tool call. ``text`` of a call is its arguments."""
+
+    kind: Literal["content", "reasoning", "call"]
+    name: str = ""
+    call_id: str = ""
+    text: str = ""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ended: bool = False
+
+
+Step = tuple[Literal["begin", "more", "end"], Block, str]
+"""A change of a block: it begins, gets more text, or ends."""
+
+
+class Blocks:
+    """Split an answer into blocks in the order of the text. ``new_id`` makes the id of a call."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self.found: list[Block] = []
+        self._new_id = new_id
+
+    def add(self, events: Sequence[Event]) -> Iterator[Step]:
+        for event in merged(events):
+            match event:
+                case Call(name):
+                    yield from self._begin(Block("call", name, self._new_id()))
+                case Arguments(text):
+                    yield self._more(text)
+                case Content(text) | Reasoning(text):
+                    kind: Literal["content", "reasoning"] = (
+                        "content" if isinstance(event, Content) else "reasoning"
+                    )
+                    if not self.found or self.found[-1].ended or self.found[-1].kind != kind:
+                        yield from self._begin(Block(kind))
+                    yield self._more(text)
+
+    def end(self) -> Iterator[Step]:
+        """End the last block."""
+        if self.found and not self.found[-1].ended:
+            self.found[-1].ended = True
+            yield "end", self.found[-1], ""
+
+    def _begin(self, block: Block) -> Iterator[Step]:
+        yield from self.end()
+        self.found.append(block)
+        yield "begin", block, ""
+
+    def _more(self, text: str) -> Step:
+        self.found[-1].text += text
+        return "more", self.found[-1], text
+
+
+def blocks(events: Sequence[Event], new_id: Callable[[], str]) -> list[Block]:
+    """Return the blocks of a whole answer."""
+    found = Blocks(new_id)
+    for _ in (*found.add(events), *found.end()):
+        pass
+    return found.found

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -31,7 +32,7 @@ def serve() -> Iterator[Serve]:
     ) -> Any:
         engine = FakeEngine(text_reply(text, end), stride)
         if request_defaults is not None:
-            engine.info["request_defaults"] = request_defaults
+            engine.info = msgspec.structs.replace(engine.info, request_defaults=request_defaults)
         front = fake_front(engine, **settings)
         client = TestClient(create_app(front), raise_server_exceptions=False)
         client.__enter__()

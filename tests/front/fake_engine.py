@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specserve.config import Settings, resolve_paths
 from specserve.core import SpeculationUsage, TokenLogprob
-from specserve.messages import Failed, Stats, Submit, Tokens
+from specserve.messages import EngineInfo, Failed, Stats, Submit, Tokens
 from specserve.process import phase
 from specserve.process.worker import Built
 
@@ -23,17 +23,26 @@ EOS = 256
 VOCAB = 260
 
 
+INFO = EngineInfo(
+    no_grammars=None,
+    context_length=CONTEXT,
+    max_total_tokens=max(4096, CONTEXT),
+    num_pages=16,
+    page_size=16,
+    vocab_size=VOCAB,
+    eos_token_ids=[EOS],
+    request_defaults={},
+    system_fingerprint="fp_0123456789abcdef",
+    speculation=None,
+    cuda_graphs={},
+)
+
+
 class FakeEngine:
     """Answer with the tokens of ``reply``, ``stride`` per message; end on EOS, ``max_tokens`` and the context."""
 
     def __init__(self, reply: Callable[[Submit], list[int]], stride: int = 3) -> None:
-        self.info: dict[str, object] = {
-            "context_length": CONTEXT,
-            "max_total_tokens": max(4096, CONTEXT),
-            "vocab_size": VOCAB,
-            "eos_token_ids": [EOS],
-            "system_fingerprint": "fp_0123456789abcdef",
-        }
+        self.info = INFO
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.closed = False

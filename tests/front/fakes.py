@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -34,14 +35,18 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
 
 
-def ready_info(engine: FakeEngine, settings: Settings) -> dict[str, Any]:
+def ready(engine: FakeEngine, settings: Settings) -> Ready:
     values = {name: getattr(settings, name) for name in settings.public()}
-    return {
-        "request_defaults": {"temperature": 0} if settings.requests_all_greedy else {},
-        **engine.info,
-        "settings": {**values, "context_length": CONTEXT, "served_model_name": ["tiny"]},
-        "notes": ["page_size = 16: because"],
-    }
+    if settings.requests_all_greedy and not engine.info.request_defaults:
+        engine.info = msgspec.structs.replace(engine.info, request_defaults={"temperature": 0})
+    return Ready(
+        engine.info,
+        {**values, "context_length": CONTEXT, "served_model_name": ["tiny"]},
+        ["page_size = 16: because"],
+    )
+
+
+READY = ready(FakeEngine(lambda _: []), Settings(served_model_name=("tiny",)))
 
 
 def fake_front(engine: FakeEngine, template: str | None = TEMPLATE, **settings: Any) -> Front:
@@ -65,6 +70,6 @@ def fake_front(engine: FakeEngine, template: str | None = TEMPLATE, **settings: 
 
     client = EngineClient(send)
     front = Front(given, client)
-    client.receive(Ready(ready_info(engine, given)))
+    client.receive(ready(engine, given))
     front.finish_loading(None if given.skip_tokenizer_init else Tokenizer(byte_tokenizer(template)))
     return front

@@ -15,9 +15,9 @@ import uvicorn
 
 from specserve.config import load_settings
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.messages import Abort, Flush, Flushed, Ready, ToEngine
+from specserve.messages import Abort, Flush, Flushed, ToEngine
 from specserve.process.client import EngineClient
-from specserve.process.worker import Built, Engine, build_scheduler, ready_info
+from specserve.process.worker import Built, Engine, build_scheduler, ready
 from specserve.server.app import create_app
 from specserve.server.front import Front
 
@@ -45,7 +45,7 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
     served = [built.engine]
     client = _connect(served)
     front = Front(built.settings, client)
-    client.receive(Ready(ready_info(built)))
+    client.receive(ready(built))
     front.finish_loading(
         Tokenizer.load(built.settings.tokenizer_path, chat_template=built.settings.chat_template)
     )

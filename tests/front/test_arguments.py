@@ -22,7 +22,7 @@ from specserve.core import FieldError
 from specserve.frontend.parsers.base import Arguments, Call, Content, merged
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.tools import MAX_TOOLS, Calls, Tool, functions_of
-from specserve.server.body import MAX_KEYS
+from specserve.server.middleware import MAX_KEYS
 
 pytest.importorskip("llguidance")
 import llguidance

@@ -487,7 +487,7 @@ def head(length: int, path: str = COMPLETIONS) -> bytes:
 @pytest.mark.parametrize("body", [b"", b'{"model": '])
 def test_half_a_body(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     """Its client is told; a server that stops does not wait for it."""
-    monkeypatch.setattr("specserve.server.body.PAUSE", 0.1)
+    monkeypatch.setattr("specserve.server.middleware.PAUSE", 0.1)
 
     async def run() -> bytes:
         front, found = fake_front(FakeEngine(text_reply("a"))), b""
@@ -507,7 +507,7 @@ def test_half_a_body(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
 
 
 def test_an_answer_may_take_longer_than_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specserve.server.body.PAUSE", 0.05)
+    monkeypatch.setattr("specserve.server.middleware.PAUSE", 0.05)
     front = fake_front(FakeEngine(text_reply("a" * 200, end=False), stride=1))  # 1 ms each
     with TestClient(create_app(front)) as client:
         begun = time.monotonic()

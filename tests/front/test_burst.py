@@ -10,7 +10,7 @@ import zmq
 
 from specserve.messages import Abort, decode_to_engine
 from specserve.process.link import Outbox
-from specserve.server.body import Turns
+from specserve.server.middleware import Turns
 
 
 def test_others_run_between_the_requests_of_a_burst() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from specserve.server.parsed import Deltas
+from specserve.server.chat import Deltas
 from tests.front.conftest import Serve
 from tests.front.fake_engine import EOS
 

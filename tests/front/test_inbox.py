@@ -11,6 +11,7 @@ from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.output import OutputProcessor
 from specserve.messages import Failed, Flushed, Ready, Submit, Tokens
 from specserve.process.client import EngineClient
+from tests.front.fakes import READY
 
 
 def taken(messages: Sequence[Tokens | Failed], rids: Sequence[str] = ("a",)) -> list[Tokens | Failed]:
@@ -92,7 +93,7 @@ def test_an_answer_is_the_same_in_one_message_or_in_many() -> None:
 def test_an_engine_owes_an_answer_also_to_who_has_left() -> None:
     async def run() -> None:
         client = EngineClient(lambda _: None)
-        client.receive(Ready({"settings": {"watchdog_timeout": 10}}))
+        client.receive(Ready(READY.info, {"watchdog_timeout": 10}, []))
         client.count_silence(100)
         assert (client.state, client.stalled) == ("ready", False)
         flushed = asyncio.create_task(client.flush_cache())

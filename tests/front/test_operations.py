@@ -11,11 +11,12 @@ from starlette.testclient import TestClient
 
 from specserve.config import SETTINGS, Settings
 from specserve.core import SamplingParams
-from specserve.messages import Abort, Broken, Failed, Ready, Starting, Stats, Submit, ToEngine, Tokens
+from specserve.messages import Abort, Broken, Failed, Starting, Stats, Submit, ToEngine, Tokens
 from specserve.process.client import EngineClient
 from specserve.server.app import create_app
 from specserve.server.front import Front
 from tests.front.conftest import Serve
+from tests.front.fakes import READY
 
 
 def test_models(serve: Serve) -> None:
@@ -33,9 +34,15 @@ def test_server_info(serve: Serve) -> None:
     assert set(SETTINGS) <= set(info)
     assert (info["page_size"], info["context_length"], info["status"]) == (64, 256, "ok")
     assert info["choices"] == ["page_size = 16: because"]
-    sizes = {"context_length": 256, "max_total_tokens": 4096, "vocab_size": 260}
+    sizes = {
+        "context_length": 256,
+        "max_total_tokens": 4096,
+        "vocab_size": 260,
+        "num_pages": 16,
+        "page_size": 16,
+    }
     named = {"eos_token_ids": [256], "request_defaults": {}, "system_fingerprint": "fp_0123456789abcdef"}
-    assert info["engine"] == {**sizes, **named}
+    assert info["engine"] == {**sizes, **named, "no_grammars": None, "speculation": None, "cuda_graphs": {}}
 
 
 def test_a_request_without_tokens_has_no_first_one(serve: Serve) -> None:
@@ -123,7 +130,7 @@ def test_health_tells_starting_from_broken() -> None:
             "phase": "starting the engine's process",
             "reason": "out of luck",
         }
-        engine.receive(Ready({}))
+        engine.receive(READY)
         assert health() == {"status": "starting", "phase": "loading the tokenizer"}
         front.finish_loading(None)
         assert health() == {"status": "ok"}

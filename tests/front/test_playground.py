@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.server.playground.routes import FILES, PATHS
+from specserve.server.playground import FILES, PATHS
 from tests.front.conftest import Serve
 
 ROOT = Path(__file__).parents[2]

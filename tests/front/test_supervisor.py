@@ -14,12 +14,13 @@ from typing import ClassVar
 import pytest
 
 from specserve.config import make_settings
-from specserve.messages import Broken, Ready
+from specserve.messages import Broken
 from specserve.process import supervisor
 from specserve.process.client import EngineClient
 from specserve.process.link import EngineProcess
 from specserve.process.supervisor import LONGEST_PAUSE, Supervisor
 from specserve.process.worker import build_scheduler
+from tests.front.fakes import READY
 
 LOAD = 700.0  # seconds that an engine loads: longer than the period in which restarts are counted
 
@@ -48,7 +49,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, served: Iterator[bool], restarts: i
         now += LOAD
         client.connect(lambda message: None)
         if next(served):
-            client.receive(Ready({}))
+            client.receive(READY)
         asyncio.get_running_loop().call_soon(client.fail, Broken("it died"))
         yield
 

@@ -101,7 +101,7 @@ def test_a_number_takes_one_byte(agreeing: Checkpoints) -> None:
 
 def test_the_fingerprint_follows_scales(scaled: Path) -> None:
     found = {
-        make_scheduler(path, kv_cache_dtype=kv).info["system_fingerprint"]
+        make_scheduler(path, kv_cache_dtype=kv).info.system_fingerprint
         for path in (scaled, scaled.with_name("plain"))
         for kv in ("auto", "fp8")
     }

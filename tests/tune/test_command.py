@@ -64,7 +64,7 @@ def test_the_command_writes_what_the_server_takes(
     assert yaml.safe_load(output.read_text())["cpu_threads"] == 1
     built = build_scheduler(load_settings(["--config", str(output)], {}))
     pick = record["pick"] and dict(zip(("steps", "topk", "tokens"), record["pick"], strict=True))
-    assert built.engine.info["speculation"] == pick
+    assert built.engine.info.speculation == pick
 
 
 def test_a_file_with_a_shape_gives_that_shape(pair: Checkpoints, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_file_with_a_shape_gives_that_shape(pair: Checkpoints, tmp_path: Path)
     path = tmp_path / "tuned.yaml"
     path.write_text(yaml.safe_dump(configuration(given, (3, 2, 6))))
     built = build_scheduler(load_settings(["--config", str(path)], {}))
-    assert built.engine.info["speculation"] == {"steps": 3, "topk": 2, "tokens": 6}
+    assert built.engine.info.speculation == {"steps": 3, "topk": 2, "tokens": 6}
     built.engine.close()
 
 

@@ -11,9 +11,8 @@ from pydantic_core import PydanticCustomError
 from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
 from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text, excerpt, fault
 from specserve.frontend.tools import MAX_TOOLS
-from specserve.server.protocol import Count
+from specserve.server.protocol import Count, PlainFormat
 from specserve.server.responses.tools import Offered, ResponseTool, ToolChoice, chosen, name_in_chat, offered
-from specserve.server.structured import PlainFormat
 from specserve.server.translate import Translation
 
 ENCRYPTED = "reasoning.encrypted_content"

@@ -27,9 +27,7 @@ _SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 
 def memory_needed(engine: Scheduler) -> MemoryUse:
-    graphs = engine.info["cuda_graphs"]
-    assert isinstance(graphs, dict)
-    return replace(_memory_of(engine.runner.context), graphs=graphs["memory_bytes"])
+    return replace(_memory_of(engine.runner.context), graphs=engine.info.cuda_graphs["memory_bytes"])
 
 
 def _memory_of(context: Context) -> MemoryUse:

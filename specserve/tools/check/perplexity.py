@@ -37,8 +37,7 @@ def read_tokens(path: Path, tokenizer: Tokenizer | None) -> list[int]:
 
 def score(engine: Engine, config: EngineConfig, tokens: Sequence[int]) -> Perplexity:
     """Score the text. Raises ValueError if that is impossible."""
-    held = engine.info["max_total_tokens"]
-    assert isinstance(held, int)
+    held = engine.info.max_total_tokens
     windows = _windows(tokens, min(WINDOW, config.context_length - 1, held - 1))
     return Perplexity(sum(len(each) - 1 for each in windows), len(windows[0]), _perplexity(engine, windows))
 

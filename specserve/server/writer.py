@@ -1,42 +1,42 @@
-"""Code that all generation endpoints share: predictions, and the writing of answers."""
+"""Write the answers of a call, as JSON or as server-sent events, and stop when the client has left."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from specserve.core import FieldError, SamplingParams, SpeculationUsage, prediction_limit
-from specserve.frontend.conversation import joined
-from specserve.frontend.generation import Generation, Job
+from specserve.core import SpeculationUsage
+from specserve.frontend.generation import Generation, Job, RequestFailed
 from specserve.frontend.output import Answer, Delta
-from specserve.frontend.tokenizer import TooLong
-from specserve.server.errors import ApiError
+from specserve.server.errors import ApiError, as_answer
 from specserve.server.front import Front
 from specserve.server.protocol import GenerationRequest
 from specserve.server.schema import CachedTokens, CompletionTokens, Runs, SpeculationTotals, Usage
-from specserve.server.streaming import Json, stream
+
+T = TypeVar("T")
+
+CLIENT_LEFT = 499  # nginx's status; not sent to anyone, but counted in the metrics
+ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
+_DONE = b"data: [DONE]\n\n"
 
 
-async def with_prediction(front: Front, request: GenerationRequest, params: SamplingParams) -> SamplingParams:
-    """Return the parameters with the token ids of the request's prediction. Raises FieldError if there is no room for
-    it."""
-    if request.prediction is None:
-        return params
-    if not front.has_tokenizer:
-        raise FieldError("prediction", "this server runs without a tokenizer")
-    most = prediction_limit(front.context_length)
-    try:
-        tokens = await front.encode_answer(joined(request.prediction.content), most)
-    except TooLong as error:
-        raise FieldError("prediction", f"{error}; the limit is {most}") from None
-    return msgspec.structs.replace(params, prediction=tokens)
+class Json(Response):
+    """Answer with a struct of ``schema`` as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
 
 
 class Writer(ABC):
@@ -52,13 +52,13 @@ class Writer(ABC):
             "id": self.generation.name,
             "created": int(time.time()),
             "model": request.model,
-            "system_fingerprint": front.engine.info.get("system_fingerprint"),
+            "system_fingerprint": front.engine.ready and front.engine.ready.info.system_fingerprint,
         }
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
         self._return_speculation = request.return_speculation
         self._return_prompt_ids = bool(request.return_token_ids)
-        self._with_ids = self._return_prompt_ids or not front.has_tokenizer
+        self._with_ids = self._return_prompt_ids or front.tokenizing.tokenizer is None
         self._streams = request.stream
         self._streams_runs = request.streams_runs
 
@@ -146,3 +146,102 @@ def _speculation(answers: Sequence[Answer]) -> SpeculationTotals:
         accepted=sum(answer.speculation.accepted for answer in answers),
     )
     return SpeculationTotals(total.steps, total.drafted, total.accepted, total.mean_accepted_length)
+
+
+class ClientLeft(ApiError):
+    """The client closed the connection, or it was cut because the client stopped reading."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_LEFT, "the client has left")
+
+
+async def stream(
+    generation: Generation,
+    chunks: AsyncIterator[msgspec.Struct],
+    failed: Callable[[ApiError], msgspec.Struct],
+    named: bool,
+) -> Response:
+    """Answer with a stream of chunks. Waits for the first tokens, so that a refusal has its own HTTP status. ``failed``
+    makes the chunk that reports a later error. ``named``: chunks are tagged structs, whose tags name the events, and
+    the last chunk ends the stream; otherwise ``[DONE]`` does."""
+    try:
+        await generation.start()
+    except BaseException:
+        generation.close()
+        raise
+    return _EventStream(generation, chunks, failed, named)
+
+
+class _EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: AsyncIterator[msgspec.Struct],
+        failed: Callable[[ApiError], msgspec.Struct],
+        named: bool,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._chunks = chunks
+        self._failed = failed
+        self._event = _named_event if named else _event
+        self._end = b"" if named else _DONE
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientLeft):
+                await unless_left(receive, self._send_all(scope, send))
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self._chunks:
+                await send(_body(self._event(chunk)))
+        except Exception as failure:
+            error = as_answer(failure)
+            scope[ENDED_BY] = error.status
+            await send(_body(self._event(self._failed(error))))
+            if not isinstance(failure, RequestFailed):
+                await send(self._last)
+                raise  # to be logged
+        await send(self._last)
+
+    @property
+    def _last(self) -> Message:
+        return {"type": "http.response.body", "body": self._end, "more_body": False}
+
+
+def _body(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def _named_event(chunk: msgspec.Struct) -> bytes:
+    return f"event: {chunk.__struct_config__.tag}\n".encode() + _event(chunk)
+
+
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``. If the client leaves first, cancel the work and raise ClientLeft."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any, ClassVar, Literal
 
+from fastapi import FastAPI, Request
 from msgspec import UNSET, Struct
+from starlette.responses import Response
 
 from specserve.frontend.conversation import read_object
 from specserve.frontend.generation import Job
-from specserve.frontend.parsers.registry import FORMATS
-from specserve.server.call import Writer
-from specserve.server.chat import ChatRequest
+from specserve.server.chat import ChatRequest, begin
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
-from specserve.server.parsed import Block, Blocks, Step, blocks
+from specserve.server.openapi import answers
 from specserve.server.responses import schema
 from specserve.server.responses.request import ResponsesRequest
 from specserve.server.schema import CachedTokens
+from specserve.server.translate import Block, Blocks, Step, blocks
+from specserve.server.writer import Writer, unless_left
 
 
-class ResponseWriter(Writer):
+def add_responses(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/responses", response_model=None, responses=answers(schema.ResponseObject, schema.EVENTS))
+    async def post_responses(request: ResponsesRequest, http: Request) -> Response:
+        return await unless_left(http.receive, _respond(front, request))
+
+
+async def _respond(front: Front, request: ResponsesRequest) -> Response:
+    chat = request.chat()
+    made = chat.request()
+    with chat.named():
+        writer = await begin(front, made, partial(_Writer, request))
+    return await writer.respond()
+
+
+class _Writer(Writer):
     named_events: ClassVar[bool] = True
 
     def __init__(self, given: ResponsesRequest, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
@@ -28,7 +45,7 @@ class ResponseWriter(Writer):
         self._given = given
         self._offered = {tool.name: tool for tool in given.offered()}
         self._temperature, self._top_p = jobs[0].params.temperature, jobs[0].params.top_p
-        self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
+        self._new_id = front.new_call_id
         self._sent = 0  # number of events
         self._items: list[schema.OutputItem] = []
 
