@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+from specserve.constraints.masks import Masks
 from specserve_kernels import dequantize_packed, pack
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from examples.bundled_model.dialogues import Shares, dialogues
 from examples.bundled_model.stdlib_text import modules
 from specserve import LLM, SamplingParams
 from specserve.config.settings import ROUNDED
-from specserve.engine.masks import Masks
 from specserve.grammar import choice
 from specserve.layers import linear
 from specserve.layers.formats.rounded import RoundedLayout
@@ -335,7 +335,7 @@ def methods_measure(count: int, temperature: float, store: Path) -> list[dict[st
         same = 0
         with (
             methods_open_llm(algorithm, shape, **settings) as llm,
-            patch.object(Masks, "due", lambda *_: []),
+            patch.object(Masks, "forced", lambda *_: []),
         ):
             llm.generate("The first request.", SamplingParams(max_tokens=16, ignore_eos=True))
             for name, requests in work.items():

@@ -16,6 +16,8 @@ from typing import Any
 import jsonschema
 import llguidance
 import numpy as np
+from specserve.constraints.matcher import GrammarError, Grammars
+from specserve.constraints.calls import Marks, after_thought
 
 from benchmarks.configurations import SPECULATION
 from benchmarks.lossless import first_difference
@@ -23,12 +25,11 @@ from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.core import Thought
-from specserve.engine.grammars import GrammarError, Grammars
-from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, Reasoning, merged
-from specserve.frontend.parsers.registry import FORMATS, AnswerParser
+from specserve.frontend.answers import AnswerParser
+from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.parsers.think import ThinkParser
-from specserve.frontend.tools import NamedFunction, Tool
+from specserve.frontend.tools import Calls, NamedFunction, Tool
 
 MARKS: Mapping[str, int] = {"<tool_call>": 2, "</tool_call>": 3, "<think>": 4, "</think>": 5}
 TEMPLATE = (

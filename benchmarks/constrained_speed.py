@@ -21,6 +21,8 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from specserve.constraints.matcher import Grammars
+from specserve.constraints.masks import Masks
 from tokenizers import Tokenizer
 
 from benchmarks.acceptance import tokens_per_step
@@ -30,8 +32,6 @@ from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.engine.commands import Row
-from specserve.engine.grammars import Grammars
-from specserve.engine.masks import Masks
 from specserve.engine.runner import Runner
 from specserve.grammar import json_schema
 from specserve.models.read_config import load_model_config
@@ -119,9 +119,9 @@ def measure(
             ]
             chains = [tokens[start - 1 : start - 1 + size] for start in starts]
             begin = clock()
-            masks.tell(rows)
+            masks.consume(rows)
             told = clock()
-            masks.due(rows, DRAFTED)
+            masks.forced(rows, DRAFTED)
             due = clock()
             masks.after_nodes(rows, Written(chains), pinned=False)  # type: ignore[arg-type]
             done = clock()
@@ -382,7 +382,7 @@ def due_text_measure(count: int) -> list[dict[str, Any]]:
         msgspec.structs.replace(each, grammar=grammars[index % len(grammars)])
         for index, each in enumerate(free)
     ]
-    nothing = patch.object(Masks, "due", lambda *_: [])
+    nothing = patch.object(Masks, "forced", lambda *_: [])
     figures: list[dict[str, Any]] = []
     expected: dict[str, list[list[int]]] = {}
     for algorithm, shape in DUE_TEXT_SHAPES:

@@ -132,18 +132,22 @@ _ELSEWHERE = {
 
 
 class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
-    """Makes ``SamplingParams``; says what to use instead of a parameter that others have."""
+    """Makes and checks ``SamplingParams``; says what to use instead of a parameter that others have. The engine does
+    not check again what it decodes."""
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
         for name in named.keys() & _ELSEWHERE:
             raise TypeError(f"{cls.__name__} has no {name}: {_ELSEWHERE[name]}")
-        return super().__call__(*values, **named)
+        params = super().__call__(*values, **named)
+        params.check()
+        return params
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, metaclass=_Parameters):
     """Sampling parameters and end conditions of a request. The names are OpenAI's and vLLM's.
 
-    Raises ValueError naming the parameter and the accepted values; a value assigned later is checked by the next call.
+    Raises ValueError naming the parameter and the accepted values; a value assigned later is checked by the next call
+    of ``LLM``.
     ``n`` is the number of answers. ``stop`` may be one text, or None. ``max_tokens`` None generates up to the context
     length, 0 runs only the prompt. A ``temperature`` below 1e-5 is greedy. ``seed`` None draws a random one. ``top_k``
     0 or -1 and ``top_p`` 1 are off. ``logprobs`` is the number of alternatives reported with each token (0: only the
@@ -182,7 +186,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=_Parameters):
     thought: Thought | None = None
     priority: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError for a value that is not accepted. A ``stop`` of one text becomes a list."""
         self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         _check_types(self)

@@ -392,9 +392,9 @@ def _encodable(text: str, where: str) -> str:
 
 
 def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]:
-    """Return the parameters of each prompt, with their name in errors. They are copies, which checks them again."""
+    """Return copies of the parameters of each prompt, checked again, with their name in errors."""
     if isinstance(params, SamplingParams):
-        return [(msgspec.structs.replace(params), "sampling_params")] * count
+        return [(_checked(params), "sampling_params")] * count
     if not _is_sequence(params):
         raise ValueError(f"sampling_params must be SamplingParams or a list of them, found {_kind(params)}")
     if len(params) != count:
@@ -402,7 +402,13 @@ def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]
     for index, each in enumerate(params):
         if not isinstance(each, SamplingParams):
             raise ValueError(f"sampling_params[{index}] must be SamplingParams, found {_kind(each)}")
-    return [(msgspec.structs.replace(each), f"sampling_params[{index}]") for index, each in enumerate(params)]
+    return [(_checked(each), f"sampling_params[{index}]") for index, each in enumerate(params)]
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    params = msgspec.structs.replace(params)
+    params.check()
+    return params
 
 
 @contextmanager

@@ -148,8 +148,10 @@ def constrained(params: SamplingParams, form: Form, no_grammars: str | None) -> 
         raise
     except ValueError as error:
         raise FieldError(form.param, str(error)) from None
+    params = msgspec.structs.replace(params, grammar=grammar)
     try:
-        return msgspec.structs.replace(params, grammar=grammar)
+        params.check()
+        return params
     except ValueError as error:
         name, _, words = str(error).partition(": ")
         raise FieldError(name, words) from None
