@@ -57,22 +57,22 @@ def json_schema(schema: Mapping[str, Any] | bool | str | type[BaseModel]) -> str
         raise ValueError("x-guidance is not supported")
     try:
         text = json.dumps({} if parsed is True else exact_dates(enforceable(parsed)))
-        found = _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
+        grammar = _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
         check_ends(parsed)
         check_width(parsed)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    return found
+    return grammar
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Raise ValueError for a duplicate key, whose meaning would be ambiguous."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise ValueError(f"the key {key!r} appears twice in one object")
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
 def json_object() -> str:
@@ -101,17 +101,17 @@ def quoted(text: str) -> str:
 def expression(pattern: str) -> str:
     """Return a regular expression as a Lark literal."""
     written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    return "/" + re.sub(r"(?s:\\.)|/|\n", lambda found: written.get(found[0], found[0]), pattern) + "/"
+    return "/" + re.sub(r"(?s:\\.)|/|\n", lambda part: written.get(part[0], part[0]), pattern) + "/"
 
 
 def embedded(schema: Mapping[str, Any], place: str = "") -> str:
     """Return a Lark item that matches JSON. Raises ValueError that names the ``place`` of a schema that can't be
     enforced."""
     try:
-        (held,) = json.loads(json_schema(schema))["grammars"]
+        (grammar,) = json.loads(json_schema(schema))["grammars"]
     except ValueError as error:
         raise ValueError(f"{place}: {error}" if place else str(error)) from None
-    return f"%json {json.dumps(held['json_schema'])}"
+    return f"%json {json.dumps(grammar['json_schema'])}"
 
 
 def of_schemas(rules: str) -> str:
@@ -122,8 +122,8 @@ def of_schemas(rules: str) -> str:
 def is_of_schemas(grammar: str) -> bool:
     """Return whether a grammar is made from JSON schemas. Its alternatives are many but few are ambiguous, so the work
     for a token is small even with many parser items."""
-    found = json.loads(grammar).get("grammars", ()) if grammar.startswith("{") else ()
-    return any(each.get("name") in (_SCHEMAS, "json_schema") for each in found)
+    parts = json.loads(grammar).get("grammars", ()) if grammar.startswith("{") else ()
+    return any(each.get("name") in (_SCHEMAS, "json_schema") for each in parts)
 
 
 def lark(grammar: str) -> str:

@@ -129,7 +129,7 @@ class Grammars:
         written.update(node for matcher, node in jobs if not matcher.is_error())
         words[[node for node in range(len(words)) if node not in written]] = ~np.uint32(0)
         errors = [[(node, _error_of(look)) for node, look in enumerate(looks)] for _, looks in trees]
-        return [{node: error for node, error in found if error is not None} for found in errors]
+        return [{node: error for node, error in tree if error is not None} for tree in errors]
 
     def constraint(self, params: SamplingParams, output: Sequence[int]) -> Constraint:
         """Return what constrains an answer so far: a grammar, a thinking budget, or both. Raises GrammarError."""

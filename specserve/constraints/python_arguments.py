@@ -38,18 +38,18 @@ class PythonArguments:
         self._name = name
         self._root = schema
         self._names: dict[str, str] = {}  # of rules, by schema
-        found = fields(schema, "")
+        properties = fields(schema, "")
         parts = []
-        for key, given, needed in found.named:
+        for key, given, needed in properties.named:
             if not KEYWORD.fullmatch(key):
                 raise ValueError(f"properties.{key}: the name can't be a keyword of Python")
             parts.append((f"{quoted(f'{key}=')} {self._value(given, f'properties.{key}')}", needed))
         others = None
-        if found.others is not None:
+        if properties.others is not None:
             key = self._other(
-                name, r"[A-Za-z_][A-Za-z_0-9]*", (re.escape(each) for each, _, _ in found.named)
+                name, r"[A-Za-z_][A-Za-z_0-9]*", (re.escape(each) for each, _, _ in properties.named)
             )
-            others = f'{key} "=" {self._value(found.others, "additionalProperties")}'
+            others = f'{key} "=" {self._value(properties.others, "additionalProperties")}'
         self._sequence(name, parts, others)
 
     def _other(self, name: str, pattern: str, taken: Iterable[str]) -> str:
@@ -80,13 +80,13 @@ class PythonArguments:
         if key not in self._names:
             name = self._names[key] = f"{self._name}_{len(self._names)}"
             if isinstance(schema, dict) and schema.keys() - LABELS == {"anyOf"}:
-                found = [self._value(each, f"{place}.anyOf.{at}") for at, each in enumerate(schema["anyOf"])]
+                rules = [self._value(each, f"{place}.anyOf.{at}") for at, each in enumerate(schema["anyOf"])]
             else:
                 options = enumerate(alternatives(schema, self._root, place))
-                found = [self._option(f"{name}_{at}", *each) for at, each in options]
-            if not found:
+                rules = [self._option(f"{name}_{at}", *each) for at, each in options]
+            if not rules:
                 raise ValueError(f"{place}: allows no value")
-            self.rules.append(f"{name}: {' | '.join(found)}")
+            self.rules.append(f"{name}: {' | '.join(rules)}")
         return self._names[key]
 
     def _option(self, name: str, place: str, schema: dict[str, Any]) -> str:
@@ -105,19 +105,19 @@ class PythonArguments:
                 check_known(schema, ("type", "items", "minItems", "maxItems"), f"{place}.")
                 return self._items(schema, place)
             case "object":
-                found = fields(schema, f"{place}.")
+                properties = fields(schema, f"{place}.")
                 parts = [
                     (
                         f"{quoted(f'{literal(key)}:')} W {self._value(given, f'{place}.properties.{key}')}",
                         needed,
                     )
-                    for key, given, needed in found.named
+                    for key, given, needed in properties.named
                 ]
                 others = None
-                if found.others is not None:
-                    own = (f'"{re.escape(each)}"' for each, _, _ in found.named)
+                if properties.others is not None:
+                    own = (f'"{re.escape(each)}"' for each, _, _ in properties.named)
                     key = self._other(name, r'"[^"\\\x00-\x1f\x7f]*"', own)
-                    others = f'{key} ":" W {self._value(found.others, f"{place}.additionalProperties")}'
+                    others = f'{key} ":" W {self._value(properties.others, f"{place}.additionalProperties")}'
                 self._sequence(name, parts, others)
                 return f'"{{" {name} "}}"'
             case kind:

@@ -1,4 +1,7 @@
-"""JSON schemas: their parts, what they refer to, and what of them can be enforced."""
+"""JSON schemas: their parts, what they refer to, and what of them can be enforced.
+
+Guards name the fault of llguidance that they cover. All are faults of 1.9.1; one that a later version lacks can go.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from urllib.parse import unquote
 MOST_WIDTH = (
     4200  # parser items at one place of a value: as many optional properties as a request's object may have
 )
-_EXACT = 1 << 53  # llguidance reads numbers as float64
+_EXACT = 1 << 53
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 _DATA = ("enum", "const")
 _NOTES = (
@@ -46,7 +49,8 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 LABELS = (*_NOTES, "$defs", "definitions")
-# Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes.
+# Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes: 1.9.1
+# refuses them.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "uniqueItems": (False,),
@@ -85,7 +89,7 @@ def enforceable(schema: Any) -> Any:
     if not isinstance(schema, dict):
         _check_exact(schema)
         return schema
-    found = {}
+    kept = {}
     for keyword, value in schema.items():
         if keyword in _NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
             continue
@@ -100,13 +104,14 @@ def enforceable(schema: Any) -> Any:
             _check_pattern(value)
         else:
             value = enforceable(value)
-        found[keyword] = value
-    _check_count(found)
-    return found
+        kept[keyword] = value
+    _check_count(kept)
+    return kept
 
 
 def _check_count(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for a ``minProperties`` that one further key, written again and again, would seem to reach."""
+    """Raise ValueError for a ``minProperties`` that one further key could reach: 1.9.1 counts it each time that it is
+    written."""
     least, named = schema.get("minProperties"), set(map(str, _list(schema.get("required"))))
     if isinstance(least, int) and least > max(len(named), 1):
         words = "can be enforced up to the number of required properties of the same object, or 1"
@@ -114,7 +119,7 @@ def _check_count(schema: Mapping[str, Any]) -> None:
 
 
 def _check_exact(value: object) -> None:
-    """Raise ValueError for integers that would be rounded."""
+    """Raise ValueError for integers that would be rounded: 1.9.1 reads numbers as float64."""
     if isinstance(value, int) and abs(value) > _EXACT:
         raise ValueError(f"integers beyond 2^53 can't be enforced exactly, found {value}")
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -122,27 +127,27 @@ def _check_exact(value: object) -> None:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ValueError for a class that excludes a quote or a backslash, which would still admit their escapes, and for
-    one with what only Rust's expressions read as a class within it or an operation."""
-    for excludes, found in re.findall(r"(?s:\\.)|\[(\^?)((?s:\\.|[^\]\\])*)\]", pattern):
-        if excludes and ('"' in found or r"\\" in found):
+    """Raise ValueError for a class that excludes a quote or a backslash: 1.9.1 still admits their escapes. Also for one
+    with what only Rust's expressions read as a class within it or an operation."""
+    for excludes, members in re.findall(r"(?s:\\.)|\[(\^?)((?s:\\.|[^\]\\])*)\]", pattern):
+        if excludes and ('"' in members or r"\\" in members):
             raise ValueError(
                 f"pattern {pattern!r}: a class that excludes quotes or backslashes can't be enforced"
             )
-        if re.search(r"\[|&&|--|~~", re.sub(r"(?s:\\.)", "a", found)):
+        if re.search(r"\[|&&|--|~~", re.sub(r"(?s:\\.)", "a", members)):
             raise ValueError(f"pattern {pattern!r}: escape [, &, - and ~ in classes")
 
 
 def exact_dates(schema: Any) -> Any:
-    """Return a schema with an expression for each date: llguidance's own has 29 February in all years."""
+    """Return a schema with an expression for each date: that of 1.9.1 has 29 February in all years."""
     if isinstance(schema, list):
         return [exact_dates(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: each if name in _DATA else exact_dates(each) for name, each in schema.items()}
-    if found.get("format") in ("date", "date-time") and isinstance(found.get("allOf", []), list):
-        found["allOf"] = [*found.get("allOf", []), {"pattern": f"^{FORMATS[found.pop('format')]}$"}]
-    return found
+    exact = {name: each if name in _DATA else exact_dates(each) for name, each in schema.items()}
+    if exact.get("format") in ("date", "date-time") and isinstance(exact.get("allOf", []), list):
+        exact["allOf"] = [*exact.get("allOf", []), {"pattern": f"^{FORMATS[exact.pop('format')]}$"}]
+    return exact
 
 
 @dataclass(frozen=True)
@@ -178,17 +183,17 @@ def texts(schema: Mapping[str, Any], place: str) -> list[str]:
     """Return expressions that a string must all match, for a schema of strings. Raises ValueError for what can't be
     enforced."""
     check_known(schema, ("type", "minLength", "maxLength", "pattern", "format"), f"{place}.")
-    found = []
+    expressions = []
     if "minLength" in schema or "maxLength" in schema:
-        found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
+        expressions.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
     if "format" in schema:
         if schema["format"] not in FORMATS:
             words = f"{place}.format: {schema['format']!r} can't be enforced in this format of calls, but"
             raise ValueError(f"{words} {', '.join(FORMATS)} can")
-        found.append(FORMATS[schema["format"]])
+        expressions.append(FORMATS[schema["format"]])
     if "pattern" in schema:
-        found.append(_whole(schema["pattern"], place))
-    return found or ["(?s:.*)"]
+        expressions.append(_whole(schema["pattern"], place))
+    return expressions or ["(?s:.*)"]
 
 
 def _whole(pattern: str, place: str) -> str:
@@ -206,31 +211,33 @@ def _whole(pattern: str, place: str) -> str:
 
 def with_escapes(pattern: str, meanings: Mapping[str, str]) -> str:
     """Return an expression with other ``meanings`` of some escapes."""
-    return re.sub(r"(?s:\\.)", lambda found: meanings.get(found[0], found[0]), pattern)
+    return re.sub(r"(?s:\\.)", lambda escape: meanings.get(escape[0], escape[0]), pattern)
 
 
 def resolved(reference: str, root: Any) -> Any:
     """Return what a reference within ``root`` refers to. Raises ValueError if there is nothing."""
-    found = root
+    target = root
     for part in unquote(reference).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        index = int(name) if isinstance(found, list) and name.isdecimal() else name
+        index = int(name) if isinstance(target, list) and name.isdecimal() else name
         try:
-            found = found[index]
+            target = target[index]
         except (LookupError, TypeError):
-            found = None
-    if not _is_local(reference) or not isinstance(found, Mapping | bool):
+            target = None
+    if not _is_local(reference) or not isinstance(target, Mapping | bool):
         raise ValueError(f"$ref: {reference!r} is not a part of the schema")
-    return found
+    return target
 
 
 def self_contained(part: Mapping[str, Any], root: Any) -> dict[str, Any]:
     """Return a part of ``root`` as a schema of its own, with all that it refers to."""
     names: dict[str, str] = {}
-    found, held = _renamed(part, names), list[Any]()
-    while len(held) < len(names):
-        held.append(_renamed(resolved([*names][len(held)], root), names))
-    return {**found, "$defs": dict(zip(names.values(), held, strict=True))} if held else dict(found)
+    schema, definitions = _renamed(part, names), list[Any]()
+    while len(definitions) < len(names):
+        target = resolved([*names][len(definitions)], root)
+        definitions.append(_renamed(target, names))
+    named = dict(zip(names.values(), definitions, strict=True))
+    return {**schema, "$defs": named} if named else dict(schema)
 
 
 def _renamed(schema: Any, names: dict[str, str]) -> Any:
@@ -239,16 +246,16 @@ def _renamed(schema: Any, names: dict[str, str]) -> Any:
         return [_renamed(each, names) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {**schema}
+    renamed = {**schema}
     if isinstance(reference := schema.get("$ref"), str):
-        found["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
-    for keyword in found.keys() - {*_DATA, *_NOTES, "$ref"}:
-        value = found[keyword]
+        renamed["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
+    for keyword in renamed.keys() - {*_DATA, *_NOTES, "$ref"}:
+        value = renamed[keyword]
         if keyword in _BY_NAME and isinstance(value, dict):
-            found[keyword] = {name: _renamed(each, names) for name, each in value.items()}
+            renamed[keyword] = {name: _renamed(each, names) for name, each in value.items()}
         else:
-            found[keyword] = _renamed(value, names)
-    return found
+            renamed[keyword] = _renamed(value, names)
+    return renamed
 
 
 def alternatives(
@@ -263,30 +270,30 @@ def alternatives(
     kind = rest.pop("type", None)
     if "const" in rest:
         rest["enum"] = [rest.pop("const")]
-    held = next((name for name in ("$ref", "anyOf", "oneOf", "allOf", "enum") if name in rest), None)
-    if held is None:
+    keyword = next((name for name in ("$ref", "anyOf", "oneOf", "allOf", "enum") if name in rest), None)
+    if keyword is None:
         kinds = kind if isinstance(kind, list) else [kind]
         return [(place, rest if each is None else {"type": each, **_of_type(rest, each)}) for each in kinds]
-    if len(rest) > 1 or (kind is not None and held != "enum"):
-        raise ValueError(f"{place}: {held} can't be enforced together with other keywords")
-    value = rest[held]
-    if held == "enum":
+    if len(rest) > 1 or (kind is not None and keyword != "enum"):
+        raise ValueError(f"{place}: {keyword} can't be enforced together with other keywords")
+    value = rest[keyword]
+    if keyword == "enum":
         allowed = {*_list(kind), str(kind)}
         kept = [each for each in _list(value) if kind is None or KINDS[type(each)] & allowed]
         return [(f"{place}.enum", {"enum": kept})] if kept else []
-    if held == "$ref":
+    if keyword == "$ref":
         return [] if value in seen else alternatives(resolved(value, root), root, place, (*seen, value))
-    if held == "allOf" and len(value) > 1:
+    if keyword == "allOf" and len(value) > 1:
         raise ValueError(f"{place}: an allOf of several schemas can't be enforced")
-    found = [
+    options = [
         one
         for number, each in enumerate(value)
-        for one in alternatives(each, root, f"{place}.{held}.{number}", seen)
+        for one in alternatives(each, root, f"{place}.{keyword}.{number}", seen)
     ]
-    types = {"number" if each.get("type") == "integer" else each.get("type") for _, each in found}
-    if held == "oneOf" and len(types - {None}) < len(found):
+    types = {"number" if each.get("type") == "integer" else each.get("type") for _, each in options}
+    if keyword == "oneOf" and len(types - {None}) < len(options):
         raise ValueError(f"{place}: a oneOf whose alternatives are not of different types can't be enforced")
-    return found
+    return options
 
 
 def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -296,7 +303,8 @@ def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def check_width(root: Any) -> None:
-    """Raise ValueError for a schema of which too many alternatives may have to be followed at once."""
+    """Raise ValueError for a schema of which too many alternatives may have to be followed at once: 1.9.1 takes it and
+    fails within the answer."""
     known: dict[int, int] = {}
     widest = max((_width(part, root, known) for part in _parts(root)), default=0)
     if widest > MOST_WIDTH:
@@ -335,10 +343,10 @@ def _width(schema: Any, root: Any, known: dict[int, int]) -> int:
 
 def _width_of_one(alternative: Any, root: Any, known: dict[int, int]) -> int:
     """Return the width of one of several alternatives: little if its first property already tells it from others."""
-    found = _target(alternative, root)
-    names = found.get("properties") if isinstance(found, dict) else None
+    target = _target(alternative, root)
+    names = target.get("properties") if isinstance(target, dict) else None
     first, kind = next(iter(names.items()), ("", {})) if isinstance(names, dict) else ("", {})
-    tells = isinstance(kind, dict) and bool(kind.keys() & {*_DATA}) and first in _list(found.get("required"))
+    tells = isinstance(kind, dict) and bool(kind.keys() & {*_DATA}) and first in _list(target.get("required"))
     return 2 if tells else _width(alternative, root, known)
 
 
@@ -352,17 +360,17 @@ def _own_width(schema: Mapping[str, Any]) -> int:
     """Return the width of a schema without its alternatives, as measured."""
     if schema.keys() & {*_DATA}:
         return 0
-    found = 2 + 6 * ("items" in schema) + 26 * ("maxItems" in schema or "minItems" in schema)
+    width = 2 + 6 * ("items" in schema) + 26 * ("maxItems" in schema or "minItems" in schema)
     names, patterns = (schema.get(name) for name in ("properties", "patternProperties"))
     if isinstance(names, dict):
-        found += 4 * len(names.keys() - set(map(str, _list(schema.get("required")))))
-    found += 4 * len(patterns) if isinstance(patterns, dict) else 0
+        width += 4 * len(names.keys() - set(map(str, _list(schema.get("required")))))
+    width += 4 * len(patterns) if isinstance(patterns, dict) else 0
     is_object = isinstance(names, dict) or "additionalProperties" in schema
-    return found + 6 * (is_object and schema.get("additionalProperties") is not False)
+    return width + 6 * (is_object and schema.get("additionalProperties") is not False)
 
 
 def check_ends(root: Any) -> None:
-    """Raise ValueError for a reference whose values could only be infinite."""
+    """Raise ValueError for a reference whose values could only be infinite: 1.9.1 takes it, and no answer ends."""
     places = {at: place for at, place in _references(root, "") if _is_local(at)}
     finite: set[str] = set()
     before = -1

@@ -62,18 +62,18 @@ class TextArguments:
         self._root = schema
         self._names: dict[str, str] = {}  # of rules, by what they allow
         self.rules = [f"{name.upper()}_MARKS: {expression(self._marks)}"]
-        found, parts = fields(schema, ""), []
-        for key, given, needed in found.named:
+        properties, parts = fields(schema, ""), []
+        for key, given, needed in properties.named:
             place = f"properties.{key}"
             if not re.fullmatch(r"[^<>\n]{1,128}", key):
                 raise ValueError(f"{place}: the name can't be written in a mark")
             part = f"({quoted(f'{PARAMETER}{key}>')} {self._value(given, place)} GAP)"
             parts.append(part if needed else f"{part}?")
-        if found.others is not None:
-            taken = "|".join(re.escape(key) for key, _, _ in found.named)
+        if properties.others is not None:
+            taken = "|".join(re.escape(key) for key, _, _ in properties.named)
             other, key = f"{name.upper()}_KEY", r"/[^<>\n]{1,128}/"
             self.rules.append(f"{other}: {key}{f' & ~{expression(taken)}' if taken else ''}")
-            value = self._value(found.others, "additionalProperties")
+            value = self._value(properties.others, "additionalProperties")
             parts.append(f'({quoted(PARAMETER)} {other} ">" {value} GAP)*')
         self.rules.append(f"{name}: GAP {' '.join(parts)} {quoted(END_FUNCTION)}")
 
@@ -154,11 +154,11 @@ def as_json(value: str, kinds: set[str]) -> str:
         if kind in kinds:
             return written
         try:
-            found = json.loads(written, parse_constant=no_json)
-            json.dumps(found, ensure_ascii=False).encode()
+            parsed = json.loads(written, parse_constant=no_json)
+            json.dumps(parsed, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            found = value
-        integral = isinstance(found, float) and found.is_integer() and "integer" in kinds
-        if not isinstance(found, str) and (integral or kinds & KINDS[type(found)]):
+            parsed = value
+        integral = isinstance(parsed, float) and parsed.is_integer() and "integer" in kinds
+        if not isinstance(parsed, str) and (integral or kinds & KINDS[type(parsed)]):
             return written
     return json.dumps(value, ensure_ascii=False)
