@@ -81,8 +81,8 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     import uvicorn
 
     from specserve.server.app import create_app
-    from specserve.server.connection import Connection, allow_files
     from specserve.server.front import Front
+    from specserve.server.middleware import Connection, allow_files
 
     allow_files()
     front = Front(settings, supervisor.client)

@@ -309,7 +309,7 @@ def test_connections_beyond_the_limit_are_refused(
 
 def test_the_limit_on_open_files_is_raised() -> None:
     code = (
-        "import resource as r; from specserve.server.connection import *; most = r.getrlimit(r.RLIMIT_NOFILE)[1];"
+        "import resource as r; from specserve.server.middleware import *; most = r.getrlimit(r.RLIMIT_NOFILE)[1];"
         "r.setrlimit(r.RLIMIT_NOFILE, (200, most)); assert most_connections() == 100; allow_files();"
         "assert most_connections() == most - RESERVED"
     )

@@ -113,7 +113,7 @@ def test_refused(serve: Serve, fields: dict[str, Any], param: str, words: str) -
 
 def test_a_grammar_that_takes_long(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mostly in another thread."""
-    monkeypatch.setattr(grammar, "SLOW", 0.01)
+    monkeypatch.setattr("specserve.constraints.grammar.SLOW", 0.01)
     error = ask(serve, CHAT, {"guided_json": {"properties": {f"p{index}": {} for index in range(1000)}}})
     assert error["param"] == "guided_json"
     assert "s to compile; the limit is" in error["message"]
