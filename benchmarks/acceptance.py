@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
-from specserve.constraints.masks import Masks
 from specserve_kernels import dequantize_packed, pack
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from examples.bundled_model.dialogues import Shares, dialogues
 from examples.bundled_model.stdlib_text import modules
 from specserve import LLM, SamplingParams
 from specserve.config.settings import ROUNDED
+from specserve.constraints.masks import Masks
 from specserve.grammar import choice
 from specserve.layers import linear
 from specserve.layers.formats.rounded import RoundedLayout

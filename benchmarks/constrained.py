@@ -16,17 +16,17 @@ from typing import Any
 import jsonschema
 import llguidance
 import numpy as np
-from specserve.constraints.matcher import GrammarError, Grammars
-from specserve.constraints.calls import Marks, after_thought
 
 from benchmarks.configurations import SPECULATION
 from benchmarks.lossless import first_difference
 from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.matcher import GrammarError, Grammars
 from specserve.core import Thought
-from specserve.frontend.parsers.base import Arguments, Call, Content, Reasoning, merged
 from specserve.frontend.answers import AnswerParser
+from specserve.frontend.parsers.base import Arguments, Call, Content, Reasoning, merged
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.tools import Calls, NamedFunction, Tool

@@ -21,8 +21,6 @@ from unittest.mock import patch
 
 import msgspec
 import torch
-from specserve.constraints.matcher import Grammars
-from specserve.constraints.masks import Masks
 from tokenizers import Tokenizer
 
 from benchmarks.acceptance import tokens_per_step
@@ -31,6 +29,8 @@ from benchmarks.constrained import PERSON, WEATHER
 from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
+from specserve.constraints.masks import Masks
+from specserve.constraints.matcher import Grammars
 from specserve.engine.commands import Row
 from specserve.engine.runner import Runner
 from specserve.grammar import json_schema
