@@ -24,7 +24,7 @@ from tokenizers import Regex, normalizers
 
 from specserve.config import Settings
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.server import connection
+from specserve.server import middleware
 from specserve.server import run as server_run
 from specserve.server.app import create_app
 from tests.front.fake_engine import FakeEngine, text_reply
@@ -119,7 +119,7 @@ async def listening(app: ASGIApp, idle: int = 60) -> AsyncIterator[int]:
     """Serves as ``run_server`` does, on this event loop. Gives the port."""
     with server_run.listen(Settings(host="127.0.0.1", port=0)) as listener:
         config = uvicorn.Config(
-            app, http=connection.Connection, log_config=None, lifespan="off", timeout_keep_alive=idle
+            app, http=middleware.Connection, log_config=None, lifespan="off", timeout_keep_alive=idle
         )
         server = server_run.server_class(uvicorn.Server)(config)
         serving = asyncio.create_task(server.serve([listener]))
@@ -209,7 +209,7 @@ KEPT = GET.replace(b"close", b"keep-alive")
 )
 def test_who_sends_no_whole_head_is_cut(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Also after an answer, which itself may take longer, and whose request goes on."""
-    monkeypatch.setattr(connection, "HEAD", 0.2)
+    monkeypatch.setattr(middleware, "HEAD", 0.2)
 
     async def run() -> bytes:
         received, loop = b"", asyncio.get_running_loop()
@@ -248,7 +248,7 @@ OK = b"HTTP/1.1 200 OK"
 
 def test_an_idle_connection_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as is said, which may be longer than a head may take, and then closed."""
-    monkeypatch.setattr(connection, "HEAD", 0.2)
+    monkeypatch.setattr(middleware, "HEAD", 0.2)
 
     async def run() -> float:
         loop = asyncio.get_running_loop()
@@ -269,7 +269,7 @@ def test_idle_connections_make_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one that has been idle the longest, and none that is being answered."""
-    monkeypatch.setattr(connection, "most_connections", lambda: 3)
+    monkeypatch.setattr(middleware, "most_connections", lambda: 3)
 
     async def run() -> list[bytes]:
         loop = asyncio.get_running_loop()
@@ -288,9 +288,9 @@ def test_idle_connections_make_room(
 def test_connections_beyond_the_limit_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "most_connections", lambda: 3)
+    monkeypatch.setattr(middleware, "most_connections", lambda: 3)
     # private: another test may have noted it
-    monkeypatch.setattr(connection.Connection, "_noted", -connection.NOTED)
+    monkeypatch.setattr(middleware.Connection, "_noted", -middleware.NOTED)
 
     async def run() -> list[bytes]:
         loop = asyncio.get_running_loop()
