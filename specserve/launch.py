@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from specserve import __version__
@@ -26,16 +26,10 @@ from specserve.process.worker import Build, Built, build_scheduler
 log = logging.getLogger("specserve.launch")
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """Wrap a ``Build`` and put ``notes`` on earlier choices before its own."""
-
-    build: Build
-    notes: Sequence[str]
-
-    def __call__(self, settings: Settings) -> Built:
-        built = self.build(settings)
-        return built._replace(notes=[*self.notes, *built.notes])
+def noted(build: Build, notes: Sequence[str], settings: Settings) -> Built:
+    """Build an engine, and put ``notes`` on earlier choices before its own."""
+    built = build(settings)
+    return built._replace(notes=[*notes, *built.notes])
 
 
 def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> int:
@@ -58,7 +52,7 @@ def _serve(arguments: Sequence[str], build: Build) -> int:
     log_notes(log, notes)
     from specserve.server.run import run_server
 
-    return run_server(local, Noted(build, [*notes]))
+    return run_server(local, partial(noted, build, [*notes]))
 
 
 def end(code: int) -> NoReturn:

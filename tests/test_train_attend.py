@@ -14,7 +14,6 @@ from specserve.models.draft.head import LayerHead
 from specserve.tools.train.attend import CausalAttend, TestTimeAttend
 from specserve.tools.train.eagle import make_eagle, make_eagle3
 from specserve.tools.train.heads import HeadOptions
-from specserve.tools.train.levels import Windows
 from specserve.tools.train.packed_attention import (
     _dense_backward,  # private: what a GPU runs in float64 and float32, which a CPU does not
     _dense_forward,  # private: as above
@@ -22,6 +21,7 @@ from specserve.tools.train.packed_attention import (
     causal_attention_backward,
     packed_attention,
 )
+from specserve.tools.train.trainer import Windows
 from tests.train_models import tiny_batch, tiny_target
 
 LEVELS = 4

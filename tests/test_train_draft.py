@@ -31,12 +31,12 @@ from specserve.tools.train.eagle import (
     make_eagle3,
 )
 from specserve.tools.train.heads import HeadOptions
-from specserve.tools.train.levels import Level, Levels, Windows
 from specserve.tools.train.loop import LoopConfig, TrainingLoop
 from specserve.tools.train.optim import build_optimizers, rate
 from specserve.tools.train.packing import RowSampler
 from specserve.tools.train.report import CHAIN, Chains, doubts, measure, table
 from specserve.tools.train.target import run_target
+from specserve.tools.train.trainer import Level, Levels, Windows
 from tests.train_models import opened_batch, outlying_target, tiny_batch, tiny_rows, tiny_target
 
 TAPS = (0, 2, 4)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -29,19 +28,8 @@ def resolve(
     """
     notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
-    steps: list[Callable[[Settings, ModelConfig, Notes], Settings]] = [
-        _dtype,
-        _quantization,
-        _attention,
-        _kv_cache,
-        _limits,
-        _pool,
-        _execution,
-        _deterministic,
-        resolve_speculation,
-        resolve_token_map,
-    ]
-    for step in steps:
+    steps = (_dtype, _quantization, _attention, _kv_cache, _limits, _pool, _execution, _deterministic)
+    for step in (*steps, resolve_speculation, resolve_token_map):
         settings = step(settings, model_config, notes)
     return settings, notes
 

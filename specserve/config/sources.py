@@ -19,34 +19,36 @@ from specserve.config.settings import GROUPS, SETTINGS, Settings
 
 PREFIX = "SPECSERVE_"
 _EDIT = "edit config.json; for a draft use --speculative-draft-config-override"
-_ON_DEVICE = "weights and KV pool stay on the device"
-_ONE_DEVICE = "the model runs in one process on one device"
-_ONE_GRAMMAR = "llguidance is the only backend"
 _NOT_TAKEN = {
-    "--cpu-offload-gb": _ON_DEVICE,
-    "--data-parallel-size": _ONE_DEVICE,
+    **dict.fromkeys(
+        (
+            *(
+                "--data-parallel-size",
+                "--dp-size",
+                "--dp",
+                "--pipeline-parallel-size",
+                "--pp-size",
+                "--ep-size",
+            ),
+            *("--nnodes", "--distributed-executor-backend"),
+        ),
+        "the model runs in one process on one device",
+    ),
+    **dict.fromkeys(("--cpu-offload-gb", "--swap-space"), "weights and KV pool stay on the device"),
+    **dict.fromkeys(("--enable-lora", "--lora-paths"), "adapters are not served"),
+    **dict.fromkeys(("--grammar-backend", "--guided-decoding-backend"), "llguidance is the only backend"),
+    **dict.fromkeys(
+        ("--hf-overrides", "--json-model-override-args"),
+        "edit config.json; for a draft use --speculative-draft-config-override",
+    ),
     "--disable-log-stats": "they are lines of the log, which the server's --log-level warning hides",
-    "--dp-size": _ONE_DEVICE,
-    "--dp": _ONE_DEVICE,
-    "--distributed-executor-backend": _ONE_DEVICE,
-    "--enable-lora": "adapters are not served",
     "--enable-metrics": "metrics are always at /metrics",
-    "--ep-size": _ONE_DEVICE,
-    "--grammar-backend": _ONE_GRAMMAR,
-    "--guided-decoding-backend": _ONE_GRAMMAR,
-    "--hf-overrides": _EDIT,
-    "--json-model-override-args": _EDIT,
     "--limit-mm-per-prompt": "only text is read",
     "--load-format": "the checkpoint's files decide: safetensors or pytorch_model.bin",
     "--log-requests": "prompts and answers are never logged",
-    "--lora-paths": "adapters are not served",
-    "--nnodes": _ONE_DEVICE,
     "--override-generation-config": "edit generation_config.json, or use --sampling-defaults openai",
-    "--pipeline-parallel-size": _ONE_DEVICE,
-    "--pp-size": _ONE_DEVICE,
     "--sampling-backend": "the only sampler is keyed by position, so that drafts never change the text",
     "--schedule-policy": "requests are served by priority, then in order of arrival",
-    "--swap-space": _ON_DEVICE,
 }
 """SGLang's and vLLM's flags that are refused, and why."""
 _ELSEWHERE = {

@@ -27,10 +27,9 @@ from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import BlockAttend
 from specserve.tools.train.export import Files, layer_config
 from specserve.tools.train.heads import HeadOptions, draft_config, spread, unused_token
-from specserve.tools.train.levels import Level, Levels, masked_mean, soft_cross_entropy
 from specserve.tools.train.packing import Batch, Documents
 from specserve.tools.train.target import check_block_taps, default_block_taps, predictions, run_target
-from specserve.tools.train.trainer import TappedTrainer
+from specserve.tools.train.trainer import Level, Levels, TappedTrainer, masked_mean, soft_cross_entropy
 
 log = logging.getLogger("specserve.tools.train")
 

@@ -28,11 +28,18 @@ from specserve.tools.train.heads import (
     offsets,
     spread,
 )
-from specserve.tools.train.levels import Level, Levels, Windows, masked_mean, soft_cross_entropy
 from specserve.tools.train.packing import Batch, Documents
 from specserve.tools.train.report import CHAIN
 from specserve.tools.train.target import check_taps, default_taps, predictions, run_target
-from specserve.tools.train.trainer import TappedTrainer, Trainer
+from specserve.tools.train.trainer import (
+    Level,
+    Levels,
+    TappedTrainer,
+    Trainer,
+    Windows,
+    masked_mean,
+    soft_cross_entropy,
+)
 
 NOISE, NOISE_LENGTH = 0.2, 512  # width of the uniform noise on features, in rows of at most that length
 

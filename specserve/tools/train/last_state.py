@@ -20,10 +20,9 @@ from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.draft.mlp_speculator import MLPSpeculator, SpeculatorConfig
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.export import Files
-from specserve.tools.train.levels import Level, Levels, Windows, masked_mean, soft_cross_entropy
 from specserve.tools.train.packing import Batch, Documents
 from specserve.tools.train.target import predictions, run_target
-from specserve.tools.train.trainer import Trainer
+from specserve.tools.train.trainer import Level, Levels, Trainer, Windows, masked_mean, soft_cross_entropy
 
 
 class LastStateTrainer(Trainer[Any]):

@@ -115,15 +115,10 @@ def _adamw(matrices: Sequence[Tensor], params: Iterable[Tensor], lr: float, weig
     return AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
 
 
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _linear}
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+}
 
 
 def rate(schedule: str, step: int, warmup: int | None, progress: float) -> float:

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from specserve.tools.train.levels import Levels
 from specserve.tools.train.packing import Batch, Rows, make_batch
+from specserve.tools.train.trainer import Levels
 
 CHAIN = 5  # levels reported
 LEAST_GAIN = 0.1  # by which the first rate of a draft of use is above chance
