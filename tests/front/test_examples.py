@@ -83,7 +83,7 @@ def test_batch_of_none(argument: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_snippets(server: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SNIPPETS) == 4
+    assert len(SNIPPETS) == 3
     for code, shown in SNIPPETS:
         names: dict[str, Any] = {}
         exec(code.replace("http://127.0.0.1:30000", server.url), names)
