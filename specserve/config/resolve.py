@@ -133,8 +133,8 @@ def _triton_refusal(model: ModelConfig) -> str | None:
         HEAD_DIMS,  # imports Triton, which a CPU does not need
     )
 
-    size = model.layers[0].head_dim
-    return None if size in HEAD_DIMS else f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
+    size = next((layer.head_dim for layer in model.layers if layer.head_dim not in HEAD_DIMS), None)
+    return None if size is None else f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
 
 
 def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:

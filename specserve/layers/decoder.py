@@ -17,6 +17,7 @@ from specserve_kernels import (
 )
 from torch import Tensor, nn
 
+from specserve.kv.spec import HeadKV
 from specserve.layers.batch import Attend, AttentionInputs
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import Rope
@@ -49,6 +50,10 @@ class LayerConfig:
     @property
     def qkv_heads(self) -> int:
         return sum(self.heads)
+
+    def kv(self, dtype: torch.dtype) -> HeadKV:
+        """Return the layout of its KV cache."""
+        return HeadKV(self.num_kv_heads, self.head_dim, dtype)
 
 
 class RMSNorm(nn.Module):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from specserve.kv.spec import KVSpec
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
@@ -47,6 +50,15 @@ class ModelConfig:
     @property
     def hidden_size(self) -> int:
         return self.layers[0].hidden_size
+
+    @property
+    def draft_layer(self) -> LayerConfig:
+        """The geometry that a draft's layer has if nothing else is said: the last layer's, with plain weights."""
+        return replace(self.layers[-1], weights=PLAIN)
+
+    def kv(self, dtype: torch.dtype) -> list[KVSpec]:
+        """Return the layout of each layer's KV cache."""
+        return [layer.kv(dtype) for layer in self.layers]
 
     @property
     def longest_context(self) -> tuple[int, str]:

@@ -37,14 +37,13 @@ from specserve.engine.shapes import (
 )
 from specserve.engine.threads import choose_threads, usable_cores
 from specserve.kv.pool import KVPool, PoolConfig
-from specserve.kv.spec import HeadKV, KVSpec
+from specserve.kv.spec import KVSpec
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
 from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
-from specserve.models.config import ModelConfig
 from specserve.models.draft.token_map import read_named_map
 from specserve.models.kv_scales import has_kv_scales, read_kv_scales
 from specserve.models.llama import LlamaModel
@@ -270,7 +269,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     check_fp8(config)
     positions = slot_positions(config, plan)
     phase.enter("reading the model's weights")
-    kept = _kept(config, target_kv(config.model, dtype), config.model_path, "target")
+    kept = _kept(config, config.model.kv(dtype), config.model_path, "target")
     scales = [spec.scales for spec in kept]
     target = load_target(config.model_path, dtype, device, positions, config.model)
     identity = None if config.device == "meta" else fingerprint(target, config, scales)
@@ -313,11 +312,6 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
     """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page."""
     return create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
-
-
-def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:
-    """Return the KV layout of each of the target's layers."""
-    return [HeadKV(layer.num_kv_heads, layer.head_dim, dtype) for layer in config.layers]
 
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
-from specserve.layers.linear import PLAIN, Linear
+from specserve.layers.linear import Linear
 from specserve.models.config import read_json
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import check_same
@@ -112,9 +112,9 @@ class HydraLayer(LayerHead):
     """The layer, run as pool layer ``layer`` over the target's states alone, and its norm."""
 
     def __init__(self, target: LlamaModel, layer: int, max_positions: int) -> None:
-        own, vocab, size = target.config.layers[0], target.config.vocab_size, target.config.hidden_size
+        own, vocab, size = target.config.draft_layer, target.config.vocab_size, target.config.hidden_size
         config = DraftConfig(
-            layer=replace(own, input_size=size, weights=PLAIN),
+            layer=replace(own, input_size=size),
             rope=target.config.rope,
             target_hidden_size=size,
             target_vocab_size=vocab,

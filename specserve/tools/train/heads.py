@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
 from specserve.models.draft.base import DraftConfig
@@ -45,7 +44,7 @@ def draft_config(
     target: ModelConfig, options: HeadOptions, input_layers: int, draft_vocab: int
 ) -> DraftConfig:
     """Return a draft's configuration. Its rotary embedding has the target's base without scaling."""
-    layer = target.layers[-1]
+    layer = target.draft_layer
     heads = options.num_heads or layer.num_heads
     kv_heads = options.num_kv_heads or min(heads, layer.num_kv_heads)
     if heads % kv_heads:
@@ -60,7 +59,6 @@ def draft_config(
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        weights=PLAIN,
     )
     return DraftConfig(
         layer=layer,
