@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 NONE = "NONE"  # plain decoding
 JOIN = "+"  # between the names of two methods that draft into one tree
 
+MAX_NODES = 64
+"""Most nodes of a slot's tree and candidates of a node: those of ``specserve_kernels``, which imports torch."""
 MOST_COPIED = 16  # levels of copied text next to a model's drafts; deeper ones are rarely right in one step
 
 Copies = Literal["none", "all", "some"]
@@ -38,7 +39,7 @@ class Lookahead(NamedTuple):
     def shape(self) -> tuple[int, int, int]:
         """Steps, topk and tokens of the tree: deepest node, most candidates of one, all with the root."""
         deepest = self.generations + max(self.window - 2, 0)
-        return deepest, min(self.guesses + 2, 64), self.generations * (self.window + self.guesses)
+        return deepest, min(self.guesses + 2, MAX_NODES), self.generations * (self.window + self.guesses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,49 @@ ANY = Drafts()
 """No limits."""
 
 
+class MapPlan(NamedTuple):
+    """A dynamic token map of ``size`` tokens (None: the default), reviewed every ``interval`` steps. It starts from the
+    file ``start`` or, if None, from the lowest ids."""
+
+    size: int | None
+    interval: int
+    start: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSettings:
+    """How tokens are drafted. ``name``: the method. ``path``: the checkpoint, for a method that has one.
+    ``config_override``: a JSON object that overrides fields of its config. ``quantization`` of its weights: none, int8
+    (with int8 activations) or fp8. ``token_map``: a file of the only tokens to draft, or the plan of a dynamic map.
+    ``topk``: maximum number of candidates of a node in a fixed shape. ``tokenizer``: the directory of the target's.
+    ``recalled``: tokens of earlier answers kept to propose from. ``datastore``: the file to propose from."""
+
+    name: str
+    path: Path
+    config_override: str | None = None
+    quantization: str = "none"
+    token_map: Path | MapPlan | None = None
+    topk: int = 1
+    drafts: Drafts = ANY
+    tokenizer: Path | None = None
+    recalled: int = 0
+    datastore: Path | None = None
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.name]
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A drafting method, as far as it is known before its drafter is loaded.
 
-    ``load``: the function that makes the drafter, or its ``module:name``; see ``speculation.drafters``. ``heads``: the
-    kinds of draft head that it runs, empty: it has no checkpoint. ``bundled``: the folder of the bundled model's draft.
-    ``map_refusal``: why it takes no ``--speculative-token-map`` file, None: it takes one. ``dynamic_map``: it takes a
-    dynamic token map. ``fixed_shape``: steps, topk and tokens, if the name implies them. ``looks_ahead``: the sizes of
-    ``Lookahead`` do. ``copies``: which drafts are copied from a text. ``recalls``: earlier answers are among these
-    texts. ``reads_datastore``: a datastore file is.
+    ``load``: the function that makes the drafter of ``DraftSettings`` and a target, or its ``module:name``.
+    ``heads``: the kinds of draft head that it runs, empty: it has no checkpoint. ``bundled``: the folder of the bundled
+    model's draft. ``map_refusal``: why it takes no ``--speculative-token-map`` file, None: it takes one.
+    ``dynamic_map``: it takes a dynamic token map. ``fixed_shape``: steps, topk and tokens, if the name implies them.
+    ``looks_ahead``: the sizes of ``Lookahead`` do. ``copies``: which drafts are copied from a text. ``recalls``:
+    earlier answers are among these texts. ``reads_datastore``: a datastore file is.
     ``count_levels``: returns the maximum number of draft levels of a checkpoint's directory, None: any number.
     ``block_size``: returns ``Drafts.block`` of such a directory.
     """
@@ -104,10 +138,7 @@ class Method:
 
 def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that ``module:name`` names; a function is returned as it is."""
-    if not isinstance(function, str):
-        return function
-    module, _, path_in_it = function.partition(":")
-    found: Callable[..., Any] = attrgetter(path_in_it)(import_module(module))
+    found: Callable[..., Any] = resolve_name(function) if isinstance(function, str) else function
     return found
 
 
@@ -116,12 +147,13 @@ METHOD_NAMES = [NONE]
 METHODS: dict[str, Method] = {}
 
 
-def register(method: Method) -> None:
-    """Make a method selectable by its name and aliases."""
+def register(method: Method) -> Method:
+    """Make a method selectable by its name and aliases. Return it."""
     for name in (method.name, *method.aliases):
         assert name not in METHOD_NAMES, f"two methods are called {name}"
         METHODS[name] = method
         METHOD_NAMES.append(name)
+    return method
 
 
 def method_of(name: str) -> Method | None:
@@ -161,122 +193,59 @@ def names_like(name: str, wanted: Callable[[Method], bool]) -> list[str]:
     return [each for each in names_where(wanted) if parts_of(each)[1:] == parts_of(name)[1:]]
 
 
-_EAGLE = "specserve.speculation.drafters.eagle:EagleDrafter.load"
+_DRAFTERS, _MODELS = "specserve.speculation.drafters", "specserve.models.draft"
+_FIXED_VOCABULARY = "its heads were trained for the tokens that they score"
+
+
+def _head(name: str, load: str, levels: str | None = None, **more: Any) -> Method:
+    """Register a method that runs a kind of head with its name. ``load`` and ``levels``: functions, as module and
+    name."""
+    count = levels and f"{_MODELS}.{levels}"
+    given = {"heads": (name,), "count_levels": count, "map_refusal": _FIXED_VOCABULARY, **more}
+    return register(Method(name, f"{_DRAFTERS}.{load}", **given))
+
+
+_EAGLE: dict[str, Any] = {"load": "eagle:EagleDrafter.load", "dynamic_map": True}
 _OWN_VOCABULARY = (
     "its heads have a trained draft vocabulary, from which --speculative-token-map dynamic chooses"
 )
-_FIXED_VOCABULARY = "its heads were trained for the tokens that they score"
-_EAGLE_HEAD = Method(
-    "EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None, dynamic_map=True
+_head("EAGLE", **_EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None)
+_head("EAGLE3", **_EAGLE, bundled="eagle3", map_refusal=_OWN_VOCABULARY)
+_head("NEXTN", **_EAGLE, aliases=("MTP",), heads=("MTP",), map_refusal=None)
+_head("MEDUSA", "medusa:MedusaDrafter.load", "medusa:count_heads", bundled="medusa")
+_head(
+    "MLP_SPECULATOR",
+    "recurrent:load_mlp_speculator",
+    "mlp_speculator:count_levels",
+    bundled="mlp_speculator",
 )
-register(_EAGLE_HEAD)
-register(
-    replace(_EAGLE_HEAD, name="EAGLE3", heads=("EAGLE3",), bundled="eagle3", map_refusal=_OWN_VOCABULARY)
-)
-register(replace(_EAGLE_HEAD, name="NEXTN", aliases=("MTP",), heads=("MTP",), bundled=None))
-register(
-    Method(
-        "MEDUSA",
-        "specserve.speculation.drafters.medusa:MedusaDrafter.load",
-        heads=("MEDUSA",),
-        bundled="medusa",
-        map_refusal=_FIXED_VOCABULARY,
-        count_levels="specserve.models.draft.medusa:count_heads",
+for _name in ("DFLASH", "DSPARK", "DOMINO", "DFLASH2"):
+    _head(
+        _name,
+        "block:BlockDrafter.load",
+        "block_source:count_levels",
+        block_size=f"{_MODELS}.block_source:block_size",
+        bundled="dspark" if _name == "DSPARK" else None,
+        map_refusal="it scores with the target's whole head or with rows that it was trained with",
     )
-)
-register(
-    Method(
-        "MLP_SPECULATOR",
-        "specserve.speculation.drafters.recurrent:load_mlp_speculator",
-        heads=("MLP_SPECULATOR",),
-        bundled="mlp_speculator",
-        map_refusal=_FIXED_VOCABULARY,
-        count_levels="specserve.models.draft.mlp_speculator:count_levels",
-    )
-)
-_BLOCKS = "specserve.models.draft.block_source"
-_BLOCK_DRAFT = Method(
-    "DFLASH",
-    "specserve.speculation.drafters.block:BlockDrafter.load",
-    heads=("DFLASH",),
-    map_refusal="it scores with the target's whole head or with rows that it was trained with",
-    count_levels=f"{_BLOCKS}:count_levels",
-    block_size=f"{_BLOCKS}:block_size",
-)
-register(_BLOCK_DRAFT)
-register(replace(_BLOCK_DRAFT, name="DSPARK", heads=("DSPARK",), bundled="dspark"))
-register(replace(_BLOCK_DRAFT, name="DOMINO", heads=("DOMINO",)))
-register(replace(_BLOCK_DRAFT, name="DFLASH2", heads=("DFLASH2",)))
-register(
-    Method(
-        "HYDRA",
-        "specserve.speculation.drafters.hydra:load_hydra",
-        heads=("HYDRA",),
-        map_refusal=_FIXED_VOCABULARY,
-        count_levels="specserve.models.draft.hydra:count_heads",
-    )
-)
-register(
-    Method(
-        "ARCTIC_LSTM",
-        "specserve.speculation.drafters.recurrent:load_arctic_lstm",
-        heads=("ARCTIC_LSTM",),
-        map_refusal=_FIXED_VOCABULARY,
-        count_levels="specserve.models.draft.arctic_lstm:count_levels",
-    )
-)
-register(
-    Method(
-        "REDRAFTER",
-        "specserve.speculation.drafters.recurrent:load_redrafter",
-        heads=("REDRAFTER",),
-        map_refusal=_FIXED_VOCABULARY,
-    )
-)
-register(
-    Method(
-        "STANDALONE",
-        "specserve.speculation.drafters.standalone:StandaloneDrafter.load",
-        heads=("STANDALONE",),
-        map_refusal="its draft scores with its own head",
-    )
-)
-register(
-    replace(
-        METHODS["STANDALONE"],
-        name="PARD",
-        load="specserve.speculation.drafters.pard:PardDrafter.load",
-        count_levels="specserve.models.draft.pard:count_levels",
-    )
-)
-register(
-    replace(
-        _EAGLE_HEAD,
-        name="P_EAGLE",
-        load="specserve.speculation.drafters.p_eagle:PEagleDrafter.load",
-        heads=("P_EAGLE",),
-        bundled=None,
-        map_refusal=_FIXED_VOCABULARY,
-        dynamic_map=False,
-        count_levels="specserve.models.draft.p_eagle:count_levels",
-    )
-)
-register(Method("NGRAM", "specserve.speculation.drafters.ngram:NgramDrafter.load", copies="all"))
-register(
-    Method("SUFFIX", "specserve.speculation.drafters.suffix:SuffixDrafter.load", copies="all", recalls=True)
-)
-register(replace(METHODS["SUFFIX"], name="REST", recalls=False, reads_datastore=True))
-register(
-    Method("LOOKAHEAD", "specserve.speculation.drafters.lookahead:LookaheadDrafter.load", looks_ahead=True)
-)
-register(
-    replace(
-        _EAGLE_HEAD,
-        name="NAIVE_EAGLE",
-        heads=("EAGLE", "EAGLE3", "MTP"),
-        bundled="eagle3",
-        fixed_shape=(1, 1, 2),
-    )
+_head("HYDRA", "hydra:load_hydra", "hydra:count_heads")
+_head("ARCTIC_LSTM", "recurrent:load_arctic_lstm", "arctic_lstm:count_levels")
+_head("REDRAFTER", "recurrent:load_redrafter")
+_OWN_HEAD = "its draft scores with its own head"
+_head("STANDALONE", "standalone:StandaloneDrafter.load", map_refusal=_OWN_HEAD)
+_head("PARD", "pard:PardDrafter.load", "pard:count_levels", heads=("STANDALONE",), map_refusal=_OWN_HEAD)
+_head("P_EAGLE", "p_eagle:PEagleDrafter.load", "p_eagle:count_levels")
+register(Method("NGRAM", f"{_DRAFTERS}.ngram:NgramDrafter.load", copies="all"))
+_SUFFIX = register(Method("SUFFIX", f"{_DRAFTERS}.suffix:SuffixDrafter.load", copies="all", recalls=True))
+register(replace(_SUFFIX, name="REST", recalls=False, reads_datastore=True))
+register(Method("LOOKAHEAD", f"{_DRAFTERS}.lookahead:LookaheadDrafter.load", looks_ahead=True))
+_head(
+    "NAIVE_EAGLE",
+    **_EAGLE,
+    heads=("EAGLE", "EAGLE3", "MTP"),
+    bundled="eagle3",
+    map_refusal=None,
+    fixed_shape=(1, 1, 2),
 )
 
 
@@ -289,21 +258,6 @@ def _merged(model: Method, lookup: Method) -> Method:
 
 
 for _lookup in ("NGRAM", "SUFFIX", "REST"):
-    for _model in (
-        "EAGLE",
-        "EAGLE3",
-        "NEXTN",
-        "MEDUSA",
-        "HYDRA",
-        "MLP_SPECULATOR",
-        "ARCTIC_LSTM",
-        "REDRAFTER",
-        "DFLASH",
-        "DSPARK",
-        "DOMINO",
-        "DFLASH2",
-        "STANDALONE",
-        "PARD",
-        "P_EAGLE",
-    ):
-        register(_merged(METHODS[_model], METHODS[_lookup]))
+    for _model in dict.fromkeys(METHODS.values()):
+        if _model.needs_draft and not _model.has_one_shape and JOIN not in _model.name:
+            register(_merged(_model, METHODS[_lookup]))

@@ -13,10 +13,11 @@ import torch
 
 from specserve.config import make_settings
 from specserve.config.speculation import resolve_speculation
-from specserve.methods import METHOD_NAMES, carries_draft, method_of
+from specserve.methods import METHOD_NAMES, DraftSettings, carries_draft, method_of
 from specserve.models.checkpoint import load_target
+from specserve.models.draft.eagle_family import Head, load_head
 from specserve.models.draft.fields import FIELDS, parse_overrides
-from specserve.models.draft.load import LoadedDraft, load_draft
+from specserve.models.draft.load import LoadedDraft
 from specserve.models.draft.reader import Eagle3Reading
 from specserve.models.draft.source import Source
 from tests.engines import make_scheduler
@@ -37,10 +38,10 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mimo(tmp_path_factory.mktemp("mimo") / "target")
 
 
-def load(target: Path, draft: Path, algorithm: str, **overrides: Any) -> LoadedDraft:
-    model = load_target(target, torch.float32, torch.device("cpu"))
-    overrides = parse_overrides(json.dumps(overrides))
-    return load_draft(draft, algorithm, model, 8, 64, torch.float32, overrides)
+def load(target: Path, draft: Path, algorithm: str, **overrides: Any) -> LoadedDraft[Head]:
+    model = load_target(target, torch.float32, torch.device("cpu"), 64)
+    settings = DraftSettings(name=algorithm, path=draft, config_override=json.dumps(overrides))
+    return load_head(settings, model)
 
 
 NOTES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
@@ -104,15 +105,15 @@ def test_tensors_that_nothing_reads_are_noted(target: Path, tmp_path: Path) -> N
 
 def test_an_embedding_of_the_targets_shape_is_not_used_and_that_is_said(target: Path, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", with_embedding(eagle3(target), target))
-    assert not load(target, draft, "EAGLE3").head.config.own_embedding
+    assert not load(target, draft, "EAGLE3").module.config.own_embedding
     loaded = load(target, draft, "EAGLE3", use_own_embedding=True)
-    assert loaded.head.config.own_embedding
+    assert loaded.module.config.own_embedding
     assert f"draft embedding: its own ({FLAG})" in loaded.notes
 
 
 def test_positions_beyond_the_drafts_max_position_embeddings(target: Path, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", eagle3(target, max_position_embeddings=8))
-    assert len(load(target, draft, "EAGLE3").head.rope_P2D) == 64
+    assert len(load(target, draft, "EAGLE3").module.rope_P2D) == 64
 
 
 LISTS: list[tuple[int, str, dict[str, Any], list[int]]] = [
@@ -129,7 +130,7 @@ LISTS: list[tuple[int, str, dict[str, Any], list[int]]] = [
 def test_conventions_of_aux_layers(
     layers: int, architecture: str, config: dict[str, Any], expected: list[int]
 ) -> None:
-    source: Any = Source(Path("draft"), None, config, {})  # type: ignore[arg-type]
+    source: Any = Source(SimpleNamespace(path=Path("draft")), config, {})  # type: ignore[arg-type]
     model: Any = SimpleNamespace(num_layers=layers, architecture=architecture)
     assert list(Eagle3Reading(source, model).taps) == expected
 

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 import torch
 
+from specserve.methods import DraftSettings
 from specserve.models.checkpoint import load_target
-from specserve.models.draft.load import load_draft
+from specserve.models.draft.eagle_family import load_head
 from tests.engines import Shape, answer_one, make_scheduler, record_drafts
 from tests.reference import draft_dialects as dialects
 from tests.reference.decode import Request
@@ -179,8 +180,8 @@ def test_eagle3(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
 def test_loads_onto_a_device(algorithm: str, make: Make, target: Path, tmp_path: Path) -> None:
     """What a file holds is read on the CPU, whatever device the head is built on: here one that computes nothing."""
     model = load_target(target, torch.float32, torch.device("meta"))
-    loaded = load_draft(make(tmp_path / "draft", target), algorithm, model, 8, 64, torch.float32)
-    assert all(parameter.is_meta for parameter in loaded.head.parameters())
+    loaded = load_head(DraftSettings(name=algorithm, path=make(tmp_path / "draft", target)), model)
+    assert all(parameter.is_meta for parameter in loaded.module.parameters())
 
 
 @pytest.mark.parametrize(

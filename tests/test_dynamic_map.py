@@ -19,13 +19,14 @@ from specserve import LLM, SamplingParams
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.layers.linear import Linear, pack_linears
+from specserve.methods import MapPlan
 from specserve.models.draft.token_map import CopiedRows, IndexedHead
+from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.drafters.eagle import EagleDrafter
-from specserve.speculation.dynamic_map import DynamicMap, MapPlan, default_size
-from specserve.speculation.sampler import VocabMap
+from specserve.speculation.dynamic_map import DynamicMap, default_size
 from tests.engines import Checkpoints, answer_all, answer_one, context_of, make_scheduler
 from tests.test_token_map import PROMPT, VOCAB, save, work
 
@@ -39,27 +40,24 @@ DYNAMIC: dict[str, Any] = {
 FLAG = "--speculative-token-map"
 
 
-def plan(size: int | None = SIZE, interval: int = 1, **given: Any) -> MapPlan:
-    return MapPlan(size, interval, **given)
-
-
-def live(plan: MapPlan, rows: int = VOCAB) -> DynamicMap:
-    return DynamicMap(plan, np.arange(rows), VOCAB)
+def live(size: int | None = SIZE, interval: int = 1, step: int = 1, **ids: list[int]) -> DynamicMap:
+    """Return a map of the rows of every ``step``-th token."""
+    return DynamicMap(MapPlan(size, interval), np.arange(0, VOCAB, step), VOCAB, **ids)
 
 
 # What is chosen.
 
 
 def test_the_first_map() -> None:
-    assert live(plan()).rows_R.tolist() == [*range(SIZE)]
-    assert live(plan(kept=[60, 7])).rows_R.tolist() == [*range(SIZE - 1), 60]
-    start = live(plan(size=5, start=[50, 3, 40], kept=[60])).rows_R
+    assert live().rows_R.tolist() == [*range(SIZE)]
+    assert live(kept=[60, 7]).rows_R.tolist() == [*range(SIZE - 1), 60]
+    start = live(size=5, start=[50, 3, 40], kept=[60]).rows_R
     assert start.tolist() == [0, 3, 40, 50, 60]
     assert [default_size(rows) for rows in (64, 4000, 4096, 32000)] == [64, 1024, 1024, 8000]
 
 
 def test_running_texts_come_first() -> None:
-    found = live(plan(size=4, interval=2, kept=[0]))
+    found = live(size=4, interval=2, kept=[0])
     found.enter([9, 9, 8])
     rows = found.look(stepped=False)
     assert rows is not None
@@ -77,7 +75,7 @@ def test_running_texts_come_first() -> None:
 
 def test_what_was_said_stays_for_a_while() -> None:
     """The texts have left; the prompts count no more, the output does until other output is more frequent."""
-    found = live(plan(size=2))
+    found = live(size=2)
     for prompt, said in (([30, 31], [40] * 6 + [41] * 3), ([32], [50, 51] * 8), ([33], [50, 51] * 40)):
         found.enter(prompt)
         found.observe(said)
@@ -91,7 +89,7 @@ def test_what_was_said_stays_for_a_while() -> None:
 def test_little_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than a thousandth of the text."""
     monkeypatch.setattr("specserve.speculation.dynamic_map.HALF_LIFE", 1e9)
-    found = live(plan(size=2))
+    found = live(size=2)
     found.observe([40] * 5000 + [41] * 2)
     assert found.look(stepped=True) is not None
     found.leave([40] * 5000 + [41] * 2)
@@ -105,7 +103,7 @@ def test_little_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_a_draft_vocabulary() -> None:
     """Row i of the head stands for token 2 * i; odd ones have no row."""
-    found = DynamicMap(plan(size=3, kept=[1, 2]), np.arange(0, VOCAB, 2), VOCAB)
+    found = live(size=3, step=2, kept=[1, 2])
     assert found.rows_R.tolist() == [0, 1, 2]
     found.observe([40, 40, 41, 41, 41])
     assert found.look(stepped=True) is not None
@@ -120,7 +118,7 @@ def test_sizes_that_do_not_fit(size: int) -> None:
     with pytest.raises(
         ValueError, match=rf"{FLAG}-size: must be more than 2, .* at most 64, .* found {size}"
     ):
-        live(plan(size=size, kept=[5, 9]))
+        live(size=size, kept=[5, 9])
 
 
 # The tensors.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from specserve_kernels import Pool, merge_pools
@@ -22,10 +23,15 @@ from specserve.models.checkpoint import load_target
 from specserve.speculation.context import Context, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
+from specserve.tools.train.__main__ import train
+from specserve.tools.train.cli import parse_args
+from specserve.tools.train.drafts import DRAFTS
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
+from tests.toys import recurrent
 from tests.toys import weights as scaled
 from tests.toys.architecture import NAME, ToyModel, write_toy
 from tests.toys.drafter import METHOD, CopyDrafter
+from tests.toys.recurrent import RecurrentDrafter
 from tests.toys.weights import write_scaled
 
 PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 33] for i in range(6)]
@@ -36,8 +42,10 @@ def registered() -> Iterator[None]:
     """The toys are known while the test runs."""
     names = [*methods.METHOD_NAMES]
     changed = methods.METHODS, formats.FORMATS, registry.ARCHITECTURES  # by ``register``
-    with patch.dict(changed[0]), patch.dict(changed[1]), patch.dict(changed[2]):
+    with patch.dict(changed[0]), patch.dict(changed[1]), patch.dict(changed[2]), patch.dict(DRAFTS):
+        DRAFTS[recurrent.RECORD.name] = recurrent.RECORD
         methods.register(METHOD)
+        methods.register(recurrent.METHOD)
         formats.register(scaled.METHOD, scaled.read)
         registry.register(NAME, ToyModel)
         yield
@@ -65,6 +73,61 @@ def test_a_toy_drafter_changes_no_text(
         row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
     assert (row.identical, differences) == (row.texts, [])
     assert row.texts == len(items)
+
+
+@pytest.fixture
+def trained(registered: None, agreeing: Checkpoints, tmp_path: Path) -> Path:
+    """A draft with device state, trained on texts of the target."""
+    work = [
+        ([3 + i, 9, 14 + i], SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)) for i in range(40)
+    ]
+    texts = [answer.tokens for answer in answer_all(make_scheduler(agreeing.target), work)]
+    tokens = np.concatenate(texts).astype(np.int32)
+    starts = np.arange(0, len(tokens), 28)
+    np.savez(tmp_path / "texts.npz", tokens=tokens, mask=np.ones(len(tokens), bool), starts=starts)
+    given = {"model-path": agreeing.target, "data": tmp_path / "texts.npz", "output": tmp_path / "draft"}
+    options = {"algorithm": "RECURRENT", "max-length": 32, "batch-tokens": 256, "steps": 60, "lr": 0.01}
+    flags = [str(part) for name, value in (given | options).items() for part in (f"--{name}", value)]
+    with torch.inference_mode(False):
+        train(parse_args([*flags, "--device", "cpu", "--export-dtype", "float32"]))
+    return tmp_path / "draft"
+
+
+@CONFIGURATIONS
+def test_a_toy_drafter_with_weights_and_state_changes_no_text(
+    configuration: dict[str, Any], trained: Path, agreeing: Checkpoints
+) -> None:
+    models = Models(agreeing.target, {"RECURRENT": trained}, "float64", "cpu")
+    items = make_items(PROMPTS, 24, 14)
+    with patch.dict(lossless.SPECULATION, {"tree": ("RECURRENT", 3, 2, 8)}):
+        given = {**configuration, "toggled": True, "speculation": "tree"}
+        row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
+    assert (row.identical, differences) == (row.texts, [])
+    assert row.texts == len(items)
+
+
+def test_a_drafter_s_state_follows_the_text(trained: Path, agreeing: Checkpoints) -> None:
+    """In slots that others have had, it is that of the text alone, whatever was drafted and rejected."""
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    scheduler = make_scheduler(
+        agreeing.target,
+        speculative_algorithm="RECURRENT",
+        speculative_draft_model_path=str(trained),
+        max_running_requests=2,
+        disable_radix_cache=True,
+        chunked_prefill_size=4,
+        **dict(zip(names, (3, 2, 8), strict=True)),
+    )
+    drafter = context_of(scheduler).drafter
+    assert isinstance(drafter, RecurrentDrafter)
+    for seed, (prompt, temperature) in enumerate(zip(PROMPTS, (0.0, 0.7) * 3, strict=True)):
+        params = SamplingParams(temperature=temperature, max_tokens=21, seed=seed, ignore_eos=True)
+        (answer,) = answer_all(scheduler, [(prompt, params)])
+        state_1H = torch.zeros_like(drafter.state_RH[:1])
+        for token in [*prompt, *answer.tokens[:-1]]:
+            state_1H = drafter.network(state_1H, torch.tensor([token]))
+        assert any(torch.allclose(state_1H, row_1H) for row_1H in drafter.state_RH.split(1))
+    assert scheduler.stats().accepted > 0
 
 
 @CONFIGURATIONS

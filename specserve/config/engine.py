@@ -9,38 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC, lookahead_of, shape_of
-from specserve.methods import ANY, Drafts, Method, method_of
+from specserve.methods import ANY, Drafts, DraftSettings, MapPlan, method_of
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicMap:
-    """A dynamic token map of ``size`` tokens (None: the default), reconsidered every ``interval`` steps. It starts from
-    the file ``start`` or, if None, from the lowest ids."""
-
-    size: int | None
-    interval: int
-    start: Path | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSettings:
-    """How tokens are drafted. ``path``: the checkpoint, for a method that has one. ``topk``: maximum number of
-    candidates of a node in a fixed shape. ``recalled``: tokens of earlier answers kept to propose from. ``datastore``:
-    the file to propose from."""
-
-    method: Method
-    name: str
-    path: Path
-    config_override: str | None
-    quantization: str
-    token_map: Path | DynamicMap | None
-    topk: int
-    drafts: Drafts
-    recalled: int
-    datastore: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +68,7 @@ class EngineConfig:
             prefix_cache=not settings.disable_radix_cache,
             overlap=settings.overlap_schedule == "on",
             all_greedy=settings.requests_all_greedy,
-            draft=_draft(settings),
+            draft=_draft(settings, places["tokenizer_path"]),
             shape=shape_of(settings),
             adaptive=bool(settings.speculative_adaptive),
         )
@@ -112,7 +84,7 @@ class EngineConfig:
         return min(self.chunked_prefill_size, self.context_length - 1)
 
 
-def _draft(settings: Settings) -> DraftSettings | None:
+def _draft(settings: Settings, tokenizer: Path) -> DraftSettings | None:
     method = method_of(settings.speculative_algorithm)
     if method is None:
         return None
@@ -123,7 +95,6 @@ def _draft(settings: Settings) -> DraftSettings | None:
             f"--speculative-num-steps: the draft {path} has at most {drafts.most_levels} levels, found {steps}"
         )
     return DraftSettings(
-        method=method,
         name=settings.speculative_algorithm,
         path=path,
         config_override=settings.speculative_draft_config_override,
@@ -131,17 +102,18 @@ def _draft(settings: Settings) -> DraftSettings | None:
         token_map=_token_map(settings),
         topk=settings.speculative_eagle_topk or 1,
         drafts=drafts,
+        tokenizer=tokenizer,
         recalled=settings.speculative_suffix_cache_tokens or 0,
         datastore=Path(settings.speculative_datastore) if settings.speculative_datastore else None,
     )
 
 
-def _token_map(settings: Settings) -> Path | DynamicMap | None:
+def _token_map(settings: Settings) -> Path | MapPlan | None:
     given, start = settings.speculative_token_map, settings.speculative_token_map_start
     if given != DYNAMIC:
         return None if given is None else Path(given)
     assert settings.speculative_token_map_interval is not None
-    return DynamicMap(
+    return MapPlan(
         settings.speculative_token_map_size,
         settings.speculative_token_map_interval,
         None if start is None else Path(start),

@@ -13,7 +13,7 @@ from typing import Any
 from specserve.config import checks
 from specserve.config.declare import check_value, setting, settings_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
-from specserve.methods import METHOD_NAMES, NONE, Method, method_of, names_where
+from specserve.methods import MAX_NODES, METHOD_NAMES, NONE, Method, method_of, names_where
 
 GROUPS = MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 model, server, engine, speculation = (partial(setting, group) for group in GROUPS)
@@ -304,17 +304,17 @@ class Settings:
         None, "Branch, tag or commit of the draft's repository on the hub. Default: its main branch."
     )
     speculative_num_steps: int | None = speculation(
-        None, "Draft levels. Give all three numbers of the shape or none.", low=1, high=63
+        None, "Draft levels. Give all three numbers of the shape or none.", low=1, high=MAX_NODES - 1
     )
     speculative_eagle_topk: int | None = speculation(
-        None, "Candidates of each draft node; 1 drafts a chain.", low=1, high=64
+        None, "Candidates of each draft node; 1 drafts a chain.", low=1, high=MAX_NODES
     )
     speculative_num_draft_tokens: int | None = speculation(
         None,
         "Nodes that a step verifies for each request, the root included. Without the three numbers, the controller "
         "chooses each step's shape.",
         low=2,
-        high=64,
+        high=MAX_NODES,
     )
     speculative_adaptive: bool | None = speculation(
         None,
@@ -361,17 +361,20 @@ class Settings:
         None,
         "Columns of LOOKAHEAD's window (W), the last token's included. (N - 1) * (W + G) is at most 64. Default: 7.",
         low=1,
-        high=63,
+        high=MAX_NODES - 1,
     )
     speculative_lookahead_ngram: int | None = speculation(
         None,
         "Tokens of LOOKAHEAD's n-grams (N), the one they begin with included; the window has N - 1 generations. "
         "Default: 5.",
         low=2,
-        high=33,
+        high=MAX_NODES // 2 + 1,
     )
     speculative_lookahead_guesses: int | None = speculation(
-        None, "N-grams that LOOKAHEAD verifies for each request and step (G). Default: 7.", low=1, high=63
+        None,
+        "N-grams that LOOKAHEAD verifies for each request and step (G). Default: 7.",
+        low=1,
+        high=MAX_NODES - 1,
     )
     speculative_draft_config_override: str | None = speculation(
         None,

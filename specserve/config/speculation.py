@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
-from specserve.methods import MOST_COPIED, Lookahead, Method, names_like
+from specserve.methods import MAX_NODES, MOST_COPIED, Lookahead, Method, names_like
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -20,7 +20,6 @@ LOOKAHEAD = {
     "speculative_lookahead_guesses": 7,
 }
 """The sizes of ``Lookahead`` in order, and the smallest that its authors publish figures for."""
-MOST_NODES = 64  # of a slot's tree
 DEFAULT = (3, 1, 4)  # SGLang's default for most models
 MOST_CANDIDATES = 2**15  # in a slot's pool, which one program of a kernel reads
 MAP_FLAG = "--speculative-token-map"
@@ -135,9 +134,9 @@ def _lookahead(settings: Settings, method: Method, notes: Notes) -> Settings:
     sizes = lookahead_of(settings)
     assert sizes is not None
     (_, _, nodes), (window, ngram, guesses) = sizes.shape, map(_flag, LOOKAHEAD)
-    if nodes > MOST_NODES:
+    if nodes > MAX_NODES:
         raise ValueError(
-            f"{window}: ({ngram} - 1) * ({window} + {guesses}) must be at most {MOST_NODES}, the nodes of a tree, "
+            f"{window}: ({ngram} - 1) * ({window} + {guesses}) must be at most {MAX_NODES}, the nodes of a tree, "
             f"found ({sizes.ngram} - 1) * ({sizes.window} + {sizes.guesses}) = {nodes}"
         )
     return settings
@@ -171,11 +170,6 @@ def lookahead_of(settings: Settings) -> Lookahead | None:
     """Return the sizes of lookahead decoding; None if the method has none."""
     window, ngram, guesses = (getattr(settings, name) for name in LOOKAHEAD)
     return None if window is None or ngram is None or guesses is None else Lookahead(window, ngram, guesses)
-
-
-def pool_size(steps: int, topk: int) -> int:
-    """Return the candidates in a slot's pool after ``steps`` levels: topk, then topk² for each further level."""
-    return topk + (steps - 1) * topk * topk
 
 
 def _fixed(
@@ -228,7 +222,9 @@ def _fit(settings: Settings, notes: Notes) -> Settings:
         tokens = steps + 1
         notes[f"speculative_num_draft_tokens = {tokens}: {why}"] = UNUSED
         settings = replace(settings, speculative_num_draft_tokens=tokens)
-    pool = steps * topk if copies == "all" else pool_size(steps, topk)
+    from specserve_kernels import tree_pool_size  # imports torch
+
+    pool = steps * topk if copies == "all" else tree_pool_size(steps, topk)
     if copies == "some":
         pool += MOST_COPIED * topk
     if tokens > pool + 1:
@@ -242,9 +238,11 @@ def _fit(settings: Settings, notes: Notes) -> Settings:
 
 def check_pool(flag: str, steps: int, topk: int) -> None:
     """Raise ValueError naming the flag of ``steps`` if a step can't hold this many candidates."""
-    pool = pool_size(steps, topk)
+    from specserve_kernels import tree_pool_size
+
+    pool = tree_pool_size(steps, topk)
     if pool > MOST_CANDIDATES:
-        deepest = next(n for n in range(steps, 0, -1) if pool_size(n, topk) <= MOST_CANDIDATES)
+        deepest = next(n for n in range(steps, 0, -1) if tree_pool_size(n, topk) <= MOST_CANDIDATES)
         raise ValueError(
             f"{flag}: {steps} steps of topk {topk} draft {pool} candidates, at most "
             f"{MOST_CANDIDATES} fit a step: with this topk at most {deepest} steps"

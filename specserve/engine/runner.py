@@ -231,7 +231,7 @@ class Runner:
 
     def report(self) -> Report:
         drafter = self.context.drafter
-        return Report(self._eager_steps, drafter.name or None, drafter.needs.sources)
+        return Report(self._eager_steps, drafter.name or None, drafter.sources)
 
     def compile(self, grammar: str) -> Future[object] | None:
         """Begin to compile a grammar, so that a request with it can be admitted; None if there are no grammars."""
@@ -277,7 +277,7 @@ class Runner:
 
     def admit(self, command: Admit) -> None:
         self.masks.admit(command.rows)
-        self.context.state.admit(command.rows, self.context.pool.page_feature)
+        self.context.admit(command.rows)
 
     def set_pages(self, command: SetPages) -> None:
         self.context.state.set_pages(command.slot, command.start, command.pages)
@@ -406,7 +406,7 @@ class Runner:
     @torch.inference_mode()
     def set_continuations(self, command: SetContinuations) -> None:
         """Copy continuations, as ``set_draft_rows`` does."""
-        self.context.state.set_continuations(command.continuations)
+        self.context.drafter.set_continuations(command.continuations)
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = Needs.of([row.params for row in rows])

@@ -40,7 +40,7 @@ FEW_TOKENS, FEW_CONVERTED = 128, 32
 """Most tokens to multiply by quantized weights, as integers and after conversion. On an H200, a level of 64 tokens
 takes 144 us in int8 and 213 in bfloat16, of 128 tokens 203 and 226; projections of 32, 181 in FP8, 196 in bfloat16."""
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Dtypes of a draft's quantized weights, by the setting's name."""
+"""Dtypes of 8-bit weights, by the settings' names."""
 MULTIPLIES_INTEGERS = (8, 0)
 """First compute capability on which Triton multiplies int8 on tensor cores."""
 

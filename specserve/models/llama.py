@@ -65,6 +65,15 @@ class LlamaModel(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that a slot may have."""
+        return len(self.rope_P2D)
+
     def forward(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states after the final norm ``[T, H]``, or of the wanted rows ``[W, H]``, and the residual
         streams at ``batch.taps``."""

@@ -14,7 +14,7 @@ from specserve_kernels import KVScales
 from specserve.attention import ATTENTION, AttentionBackend
 from specserve.attention.torch import LANES
 from specserve.config import Settings, resolve, resolve_paths
-from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
+from specserve.config.engine import EngineConfig
 from specserve.config.notes import CHOSEN, Notes, log_notes
 from specserve.config.sampling import resolve_sampling
 from specserve.config.settings import FP8_KV
@@ -44,10 +44,8 @@ from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
 from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
-from specserve.models.draft.token_map import read_named_map
 from specserve.models.kv_scales import has_kv_scales, read_kv_scales
 from specserve.models.llama import LlamaModel
-from specserve.models.special_tokens import special_tokens
 from specserve.process import phase
 from specserve.process.fingerprint import fingerprint
 from specserve.scheduler.admission import Admission
@@ -64,9 +62,6 @@ from specserve.speculation.control.acceptance import Acceptance
 from specserve.speculation.control.adaptive import Controller
 from specserve.speculation.datastore import Datastore
 from specserve.speculation.drafters import load_drafter
-from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.drafters.none import NoDrafter
-from specserve.speculation.dynamic_map import MapPlan
 from specserve.speculation.earlier_answers import BYTES, AnswerIndex
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState
@@ -158,7 +153,7 @@ def assemble(
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         headroom=plan.headroom,
         drafts=bool(context.drafter.vocab_size),
-        overlap=_overlap(config, context.drafter),
+        overlap=config.overlap,
     )
     no_grammars = _prepare_grammars(config, runner)
     info = EngineInfo(
@@ -187,7 +182,7 @@ def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
     drafter, observers = runner.context.drafter, list[Observer]()
     if drafter.dynamic_map is not None:
         observers.append(DynamicMapObserver(drafter.dynamic_map, runner))
-    longest = drafter.needs.continuation
+    longest = drafter.continuation
     if longest and config.draft is not None and config.draft.datastore is not None:
         store = Datastore(config.draft.datastore, config.model.vocab_size)
         log.info(
@@ -219,14 +214,6 @@ def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
         return str(error)
     runner.masks = Masks(grammars)
     return None
-
-
-def _overlap(config: EngineConfig, drafter: Drafter) -> bool:
-    """Return whether results of a step are handled while the next one runs."""
-    if config.overlap and drafter.needs.tokens_on_host:
-        log.info("overlap is off: %s needs each step's tokens before the next step", drafter.name)
-        return False
-    return config.overlap
 
 
 def shape_plan(config: EngineConfig) -> ShapePlan:
@@ -274,7 +261,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     target = load_target(config.model_path, dtype, device, positions, config.model)
     identity = None if config.device == "meta" else fingerprint(target, config, scales)
     phase.enter("reading the draft")
-    drafter = create_drafter(config, target, positions, dtype)
+    drafter = create_drafter(config, target)
     pack_linears(target)  # last: a draft may take rows of the head before it is packed
     pool_config = PoolConfig(
         target=kept,
@@ -297,14 +284,10 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         feature_size=pool_config.feature_size,
         vocab_size=config.model.vocab_size,
         dtype=dtype,
-        sampler_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         device=device,
         prediction_size=prediction_limit(config.context_length) if drafter.vocab_size else 0,
-        sources=len(drafter.needs.sources),
-        continuation_size=drafter.needs.continuation,
-        reaches=drafter.needs.reaches,
-        lookahead=drafter.needs.lookahead,
     )
+    drafter.allocate(config.max_running_requests + 1, device)
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, config.model.vocab_size, identity)
 
@@ -378,26 +361,12 @@ def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
     return attention
 
 
-def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dtype: torch.dtype) -> Drafter:
+def create_drafter(config: EngineConfig, target: LlamaModel) -> Drafter:
     """Load the drafter that the settings name."""
     draft = config.draft
     if draft is None:
-        return NoDrafter()
-    drafter = load_drafter(
-        DrafterConfig(
-            name=draft.name,
-            path=draft.path,
-            target=target,
-            layer=config.model.num_layers,
-            max_positions=positions,
-            dtype=dtype,
-            token_map=_map_plan(config, draft),
-            config_override=draft.config_override,
-            quantization=draft.quantization,
-            tokenizer=config.tokenizer_path,
-            lookahead=draft.drafts.lookahead,
-        )
-    )
+        return Drafter()
+    drafter = load_drafter(draft, target)
     if draft.topk > (size := drafter.vocab_size):
         raise ValueError(
             f"--speculative-eagle-topk: the draft {draft.path} has {size} tokens, found {draft.topk}"
@@ -415,16 +384,3 @@ def check_fp8(config: EngineConfig) -> None:
         raise ValueError(f"--kv-cache-dtype {FP8_KV} {needs} auto and {config.dtype}")
     if config.draft is not None and QUANTIZED.get(config.draft.quantization) is torch.float8_e4m3fn:
         raise ValueError(f"--speculative-draft-quantization fp8 {needs} auto, none and int8")
-
-
-def _map_plan(config: EngineConfig, draft: DraftSettings) -> Path | MapPlan | None:
-    """Return the file that lists the draft vocabulary, or the plan of a dynamic map."""
-    given = draft.token_map
-    if not isinstance(given, DynamicMap):
-        return given
-    first: list[int] = []
-    if given.start is not None:
-        flag = "--speculative-token-map-start"
-        first = read_named_map(flag, given.start, config.model.vocab_size).tolist()
-    kept = special_tokens(config.tokenizer_path, config.model)
-    return MapPlan(size=given.size, interval=given.interval, start=first, kept=kept)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from specserve_kernels import Accepted, Pool, Prediction, Slots, Tree, gather_slots
 from torch import Tensor
 
@@ -16,11 +17,10 @@ from specserve.attention.base import AttentionBackend, Plan
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
-from specserve.methods import Lookahead
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import DecodeState, Needs
+from specserve.speculation.state import Continuation, DecodeState, Needs, RowInit
 
 
 class Target(Protocol):
@@ -40,11 +40,6 @@ class DrafterNeeds:
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
     token_feature_size: int = 0  # numbers kept for each token of the pool
     kv_start: int = 0  # first position with an entry of its layers, if these run prompts
-    tokens_on_host: bool = False  # each step's tokens before the next step, which rules out overlap
-    continuation: int = 0  # longest continuation, in tokens, that the host looks up for a slot
-    reaches: bool = False  # the length of its own cache, for each slot
-    sources: tuple[str, ...] = ()  # drafters that share a tree and are measured separately
-    lookahead: Lookahead | None = None  # a window and a pool of n-grams of these sizes, for each slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +70,20 @@ class PromptTokens:
     plan: Plan
 
 
-class Drafter(Protocol):
-    """Proposes continuations. No proposal can change the text."""
+class SlotState(Protocol):
+    """What a model keeps on the device for each slot between steps. It is followed: prefill and each step advance it by
+    the accepted tokens alone, on the device, so that no rejected node leaves a trace in it."""
 
-    name: str
-    needs: DrafterNeeds
-    kv: Sequence[KVSpec]  # its layers in the pool, after the target's
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that it can propose."""
+    def allocate(self, rows: int, device: torch.device) -> None:
+        """Make the tables, one row a slot and the last for padding. Captured steps read them by address."""
         ...
 
-    @property
-    def dynamic_map(self) -> DynamicMap | None:
-        """The dynamic token map that changes these tokens while serving; None: they are fixed."""
-        ...
-
-    def scratch(self, shape: StepShape) -> int:
-        """Return how many positions of a slot, from the root's on, proposing may write: at most ``shape.reserve``."""
-        ...
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        """Score only these rows of its head from the next step on: int64 on the device, chosen by ``dynamic_map``.
-        Changes tensors in place and does not synchronize."""
+    def admit(self, rows_N: Tensor) -> None:
+        """Begin anew in the rows of requests that take their slots; prefill comes next."""
         ...
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Process the prompts' tokens and the token chosen after each prompt."""
-        ...
-
-    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        """Return candidates of at most ``shape.depth`` levels for every slot, with tensor shapes fixed by ``shape``."""
         ...
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
@@ -115,13 +92,56 @@ class Drafter(Protocol):
         ...
 
 
-class FixedTokens:
-    """A base of drafters that always propose from the same tokens."""
+class Drafter(SlotState):
+    """Proposes continuations. No proposal can change the text. This one never drafts; others override what they need.
 
-    dynamic_map = None
+    ``kv``: its layers in the pool, after the target's. ``vocab_size``: number of tokens that it can propose.
+    ``dynamic_map``: the dynamic token map that changes these tokens while serving. ``continuation``: longest
+    continuation, in tokens, that the host looks up for a slot. ``sources``: drafters that share its trees and are
+    measured separately.
+    """
+
+    name: str = ""
+    needs = DrafterNeeds()
+    kv: Sequence[KVSpec] = ()
+    vocab_size: int = 0
+    dynamic_map: DynamicMap | None = None
+    continuation: int = 0
+    sources: tuple[str, ...] = ()
+
+    def allocate(self, rows: int, device: torch.device) -> None:
+        pass
+
+    def admit(self, rows_N: Tensor) -> None:
+        pass
+
+    def scratch(self, shape: StepShape) -> int:
+        """Return how many positions of a slot, from the root's on, proposing may write: at most ``shape.reserve``."""
+        return 0
 
     def set_rows(self, rows_R: Tensor) -> None:
+        """Score only these rows of its head from the next step on: int64 on the device, chosen by ``dynamic_map``.
+        Changes tensors in place and does not synchronize."""
         raise AssertionError("its tokens are fixed")
+
+    def set_continuations(self, continuations: Sequence[Continuation]) -> None:
+        """Write the continuations of different slots, likewise."""
+        raise AssertionError("it follows no continuations")
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        pass
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        """Return candidates of at most ``shape.depth`` levels for every slot, with tensor shapes fixed by ``shape``."""
+        raise AssertionError("a step of draft levels needs a drafter")
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return None
+
+    def observe(self, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
+        """Compare what each of ``sources`` proposed with the emitted tokens. Return three counts for each source, as
+        ``observe_source`` does; None if the tree has only one."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +155,10 @@ class Context:
     state: DecodeState
     vocab_size: int
     fingerprint: str | None = None  # hash of everything besides the request that the text depends on
+
+    def admit(self, rows: Sequence[RowInit]) -> None:
+        """Write the rows of requests that take their slots."""
+        self.drafter.admit(self.state.admit(rows, self.pool.page_feature))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specserve.methods import MapPlan
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +25,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class MapPlan:
-    """A map of ``size`` rows (None: ``default_size``), reviewed every ``interval`` steps. ``start``: ids by falling
-    frequency, used before there is text. ``kept``: ids that are always in the map, like the stop tokens."""
-
-    size: int | None
-    interval: int
-    start: Sequence[int] = ()
-    kept: Sequence[int] = ()
-
-
 def default_size(rows: int) -> int:
     """Return a quarter of the rows that a draft scores, at least ``LEAST_ROWS``."""
     return min(rows, max(LEAST_ROWS, rows // 4))
@@ -44,14 +34,18 @@ class DynamicMap:
     """Counts tokens and chooses the rows that cover most of the text. ``rows_R``: the rows that the draft reads now,
     ascending. ``refreshes``: how often they were replaced."""
 
-    def __init__(self, plan: MapPlan, ids_O: Ints, vocab_size: int) -> None:
-        """``ids_O``: the target id of each row. Raises ValueError naming the setting that does not fit."""
-        self.size = _checked_size(plan, ids_O)
+    def __init__(
+        self, plan: MapPlan, ids_O: Ints, vocab_size: int, start: Sequence[int] = (), kept: Sequence[int] = ()
+    ) -> None:
+        """``ids_O``: the target id of each row. ``start``: ids by falling frequency, used before there is text.
+        ``kept``: ids that are always in the map, like the stop tokens. Raises ValueError naming the setting that does
+        not fit."""
+        self._kept_O = np.isin(ids_O, kept)
+        self.size = _checked_size(plan.size, len(ids_O), int(self._kept_O.sum()))
         self.refreshes = 0
         self._interval = plan.interval
         self._ids_O = ids_O
-        self._kept_O = np.isin(ids_O, plan.kept)
-        self._first_O = _first(plan.start, ids_O, vocab_size)
+        self._first_O = _first(start, ids_O, vocab_size)
         self._history_V = np.zeros(vocab_size)
         self.running_V = np.zeros(vocab_size, np.int64)
         self._fresh: list[int] = []
@@ -127,9 +121,8 @@ class DynamicMap:
         return np.sort(np.concatenate([counted, others[: self.size - len(counted)]]))
 
 
-def _checked_size(plan: MapPlan, ids_O: Ints) -> int:
-    rows, kept = len(ids_O), int(np.isin(ids_O, plan.kept).sum())
-    size = default_size(rows) if plan.size is None else plan.size
+def _checked_size(size: int | None, rows: int, kept: int) -> int:
+    size = default_size(rows) if size is None else size
     if not kept < size <= rows:
         raise ValueError(
             f"--speculative-token-map-size: must be more than {kept}, the special tokens that are always in the map, "

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specserve.attention.base import Frontier
 from specserve.attention.paged import PagedAttend
+from specserve.models.draft.vocabulary import VocabMap
 from specserve.speculation.context import Context, View
-from specserve.speculation.sampler import Choices, Sampling, VocabMap
+from specserve.speculation.sampler import Choices, Sampling
 from specserve.speculation.shape import StepShape
 
 Forward = Callable[[Level, int], Tensor]

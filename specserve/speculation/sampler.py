@@ -17,28 +17,8 @@ import torch
 from specserve_kernels import Level, Tree, add_bias, gumbel_noise, penalize, perturb, runs_triton, truncate
 from torch import Tensor
 
+from specserve.models.draft.vocabulary import VocabMap
 from specserve.speculation.state import DecodeState, Needs, SamplingState
-
-
-@dataclass(frozen=True, slots=True)
-class VocabMap:
-    """A draft vocabulary: ``ids`` [Vd] target ids; ``inverse`` [V + 1] draft ids, Vd for the pad id and tokens outside
-    it."""
-
-    ids: Tensor
-    inverse: Tensor
-
-    @classmethod
-    def of(cls, ids: Tensor, vocab_size: int) -> VocabMap:
-        inverse = torch.full((vocab_size + 1,), len(ids), dtype=torch.int64, device=ids.device)
-        inverse[ids] = torch.arange(len(ids), device=ids.device)
-        return cls(ids, inverse)
-
-    def exchange(self, ids: Tensor) -> None:
-        """Replace the target ids by as many others, int64 on the same device. In place, because captured steps read
-        both tables by address."""
-        self.ids.copy_(ids)
-        self.inverse.fill_(len(ids)).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
 
 
 @dataclass(frozen=True, slots=True)

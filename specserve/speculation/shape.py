@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import MAX_NODES, tree_pool_size
+import specserve_kernels
+from specserve_kernels import tree_pool_size
+
+from specserve.methods import MAX_NODES
+
+assert MAX_NODES == specserve_kernels.MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from specserve_kernels import Continuations, Prediction, SlotTables, Sources, follow_prediction
+from specserve_kernels import Prediction, SlotTables, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, MAX_COUNT, SamplingParams
-from specserve.methods import Lookahead
 
 
 @dataclass(slots=True)
@@ -95,30 +94,12 @@ class Continuation:
     tokens: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class LookaheadTable:
-    """The windows of lookahead decoding, the oldest generation first, and the latest P n-grams, each of N tokens. The
-    n-gram added as number n is at place n modulo P; prefill has filled all places. -1: no token."""
-
-    window_RGW: Tensor  # int64
-    ngrams_RNP: Tensor  # int32
-    added_R: Tensor  # int64, n-grams added since prefill
-
-    @classmethod
-    def empty(cls, rows: int, sizes: Lookahead, device: torch.device) -> LookaheadTable:
-        window_RGW = torch.zeros(rows, sizes.generations, sizes.window, dtype=torch.int64, device=device)
-        ngrams_RNP = torch.full((rows, sizes.ngram, NGRAMS), -1, dtype=torch.int32, device=device)
-        return cls(window_RGW, ngrams_RNP, torch.zeros(rows, dtype=torch.int64, device=device))
-
-
 class DecodeState:
     """Owns the tables. The host writes only through ``admit`` and the ``set_*`` methods; steps and prefill do all other
     writes. The scalars that ``admit`` writes for every request share two tensors, so that few launches write them.
 
-    ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text. ``sources``:
-    drafters that are measured separately. ``continuation_size``: longest continuation from the host, in tokens. Where
-    one of these is 0, its table does not exist. ``reaches``: the drafter keeps its own cache's length in ``reached``.
-    ``lookahead``: sizes of the drafter's windows and n-grams, None: it has none.
+    ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text, 0: the table
+    does not exist. Floats of the sampler are float64 if ``dtype`` is, else float32.
     """
 
     def __init__(
@@ -129,15 +110,10 @@ class DecodeState:
         feature_size: int,
         vocab_size: int,
         dtype: torch.dtype,
-        sampler_dtype: torch.dtype,
         device: torch.device,
         prediction_size: int = 0,
-        sources: int = 0,
-        continuation_size: int = 0,
-        reaches: bool = False,
-        lookahead: Lookahead | None = None,
     ) -> None:
-        rows = slots + 1
+        rows, sampler_dtype = slots + 1, dtype if dtype == torch.float64 else torch.float32
         self.dummy = slots
         self.device = device
 
@@ -179,17 +155,11 @@ class DecodeState:
             in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
         )
         self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
-        self.sources = Sources.empty(rows, sources, device) if sources else None
-        self.continuations = (
-            Continuations.empty(rows, continuation_size, device) if continuation_size else None
-        )
-        self.reached = integers() if reaches else None
-        self.lookahead = None if lookahead is None else LookaheadTable.empty(rows, lookahead, device)
         # The dummy row attends to its own position 1: a draft row must see an entry, and position 0 has none.
         self.slots.length[self.dummy] = 1
 
-    def admit(self, rows: Sequence[RowInit], page_feature: Tensor) -> None:
-        """Write the rows of requests that take their slots."""
+    def admit(self, rows: Sequence[RowInit], page_feature: Tensor) -> Tensor:
+        """Write the rows of requests that take their slots. Return the slots, int64."""
         biases, predicted = [_bias_of(row) for row in rows], [_prediction_of(row) for row in rows]
         columns = [
             [row.slot for row in rows],
@@ -198,7 +168,7 @@ class DecodeState:
             *zip(*map(_integers_of, rows, biases), strict=True),
         ]
         packed_CN = self._integers(list(chain.from_iterable(columns))).view(len(columns), len(rows))
-        slots_N, page_N, predicted_N = packed_CN[:3]
+        slots_N, page_N, predicted_N = packed_CN[:3].unbind()
         self._integers_CR.index_copy_(1, slots_N, packed_CN[3:])
         floats = zip(*(_floats_of(row.params) for row in rows), strict=True)
         floats_CN = to_device(list(chain.from_iterable(floats)), self.device, self._floats_CR.dtype)
@@ -218,12 +188,9 @@ class DecodeState:
         self.sampling.bias_ids.index_fill_(0, slots_N, self.sampling.counts.shape[1])
         if self.prediction is not None:
             self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
-        if self.sources is not None:
-            self.sources.begin(slots_N)
-        if self.continuations is not None:
-            self.continuations.length_R.index_fill_(0, slots_N, 0)
         for row, bias, text in zip(rows, biases, predicted, strict=True):
             self._admit_rest(row, bias, text)
+        return slots_N
 
     def _admit_rest(self, row: RowInit, bias: _Bias, predicted: Sequence[int]) -> None:
         """Write what only some requests have."""
@@ -264,18 +231,6 @@ class DecodeState:
         """Write part of a slot's page table, from entry ``start`` on."""
         self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
 
-    def set_continuations(self, continuations: Sequence[Continuation]) -> None:
-        """Write the continuations of different slots."""
-        table = self.continuations
-        assert table is not None
-        numbers = [[each.slot, len(each.tokens), each.base, each.matched] for each in continuations]
-        tokens = [[*each.tokens, *[0] * (table.size - len(each.tokens))] for each in continuations]
-        packed_NX = self._integers([*chain.from_iterable(map(chain, numbers, tokens))]).view(
-            len(continuations), -1
-        )
-        slots_N, given_N3, token_NP = packed_NX.split([1, 3, table.size], dim=1)
-        table.write(slots_N[:, 0], given_N3, token_NP)
-
     def set_predictions(self, due: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Write forced text as the predicted text of some slots. It goes before any draft, like a prediction that was
         always right."""
@@ -299,7 +254,6 @@ class DecodeState:
         return to_device(values, self.device)
 
 
-NGRAMS = 4096  # of each slot's lookahead pool
 _ALIGNED = 16  # rows are padded to a multiple of this
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from specserve_kernels import (
     Accepted,
     Tree,
@@ -19,7 +18,6 @@ from specserve_kernels import (
     advance,
     follow_prediction,
     move_kv,
-    observe_source,
     select_tree,
     single_nodes,
 )
@@ -56,8 +54,8 @@ class Verified:
 class StepResult:
     """``accepted.packed_BX``: the step's tokens. ``logits_TV``: the target's raw logits at every node.
     ``predicted_B2``, None if no request has a predicted text: the index in it of the token that was expected, and how
-    many of the step's tokens match it from there on. ``sources_BX``, None unless the trees have several sources: three
-    counts for each, as ``observe_source`` returns them."""
+    many of the step's tokens match it from there on. ``sources_BX``, None unless the trees have several sources: as
+    ``Drafter.observe`` returns them."""
 
     accepted: Accepted
     logits_TV: Tensor
@@ -107,7 +105,8 @@ def settle(context: Context, verified: Verified, words_TW: Tensor | None = None)
     states = replace(verified.states, nodes=(tree, chosen_T))
     commit(context, view, accepted, states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
-    return StepResult(accepted, verified.logits_TV, predicted_B2, observe(context, view, tree, accepted))
+    sources_BX = context.drafter.observe(view, tree, accepted)
+    return StepResult(accepted, verified.logits_TV, predicted_B2, sources_BX)
 
 
 def commit(context: Context, view: View, accepted: Accepted, states: TargetStates, in_place: bool) -> None:
@@ -132,16 +131,6 @@ def follow(
     if prediction is None:
         return None
     return follow_prediction(prediction, slots.tokens, view.slots.rows_B, length_B, token_BS, count_B)
-
-
-def observe(context: Context, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
-    """Compare the proposals of each of the trees' sources with the emitted tokens."""
-    sources = context.state.sources
-    if sources is None or not tree.parts:
-        return None
-    emitted = view.slots.rows_B, accepted.token_BS, accepted.count_B
-    found = [observe_source(pool, sources, number, *emitted) for number, pool in enumerate(tree.parts)]
-    return torch.cat(found, dim=1)
 
 
 def draft_tree(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from specserve_kernels import tree_pool_size
 
 from specserve.config import (
     SETTINGS,
@@ -25,7 +26,7 @@ from specserve.config import (
 from specserve.config import paths as config_paths
 from specserve.config.notes import Notes, log_notes
 from specserve.config.sampling import resolve_sampling
-from specserve.config.speculation import pool_size, resolve_speculation
+from specserve.config.speculation import resolve_speculation
 from specserve.methods import JOIN
 from specserve.tools.reference import settings_reference
 
@@ -574,7 +575,7 @@ def test_pool_size_counts_candidates() -> None:
         for _ in range(steps):
             pool += frontier * topk
             frontier = topk
-        assert pool_size(steps, topk) == pool
+        assert tree_pool_size(steps, topk) == pool
 
 
 def test_paths(model: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from specserve.methods import Drafts
 from specserve.methods import Lookahead as Sizes
 from specserve.process.assemble import resolve_engine
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.drafters.lookahead import LookaheadDrafter
 from specserve.speculation.shape import StepShape
 from tests.engines import (
     Answer,
@@ -101,7 +102,6 @@ def test_the_oldest_n_grams_are_overwritten(agreeing: Checkpoints) -> None:
     params = msgspec.structs.replace(SAMPLING["warm"], temperature=0.5, max_tokens=60, logit_bias={33: 9.0})
     sizes, prompt = Sizes(3, 4, 2), [token for i in range(8) for token in (33, 2 * i, 2 * i + 1)]
     with (
-        patch("specserve.speculation.state.NGRAMS", 19),
         patch("specserve.speculation.drafters.lookahead.NGRAMS", 19),
         patch("tests.reference.lookahead.KEPT", 19),
     ):
@@ -192,9 +192,9 @@ def test_padding_s_row_drafts_tokens_alone(sizes: Sizes, agreeing: Checkpoints) 
     scheduler = make_scheduler(agreeing.target, speculative_algorithm="LOOKAHEAD", **flags(sizes))
     assert scheduler.policy.cost is not None, "steps were measured"
     answer_all(scheduler, [(PROMPT, GREEDY)] * 3)
-    table = context_of(scheduler).state.lookahead
-    assert table is not None
-    gram_XN = table.ngrams_RNP.transpose(1, 2).flatten(0, 1)
+    drafter = context_of(scheduler).drafter
+    assert isinstance(drafter, LookaheadDrafter)
+    gram_XN = drafter.table.ngrams_RNP.transpose(1, 2).flatten(0, 1)
     assert (gram_XN[gram_XN[:, 0] >= 0] >= 0).all()
 
 

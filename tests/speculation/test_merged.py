@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specserve.core import SamplingParams
+from specserve.speculation.drafters.merged import MergedDrafter
 from tests.engines import (
     Answer,
     Checkpoints,
@@ -75,11 +76,11 @@ def test_copied_text_goes_deeper_than_the_model(shape: Shape, agreeing: Checkpoi
 def test_a_source_that_is_wrong_counts_for_less(agreeing: Checkpoints) -> None:
     """Tokens are drawn, so that what followed before is no guide; a text that repeats is one."""
     scheduler = agreeing.scheduler("EAGLE3+NGRAM", (3, 1, 4), max_running_requests=2)
-    sources = context_of(scheduler).state.sources
-    assert sources is not None
+    drafter = context_of(scheduler).drafter
+    assert isinstance(drafter, MergedDrafter)
     drawn = msgspec.structs.replace(GREEDY, temperature=2.0, seed=1)
     answer_all(scheduler, [(PROMPT, drawn), (PROMPT, REPEATS)])
-    wrong, right = sources.weight_RN[:2, 1].tolist()
+    wrong, right = drafter.trust.weight_RN[:2, 1].tolist()
     assert wrong > 1.5
     assert right < 0.8
 

@@ -44,7 +44,7 @@ ROWS = [
 
 def admitted(*launches: list[RowInit]) -> DecodeState:
     """After others have had the slots."""
-    state = DecodeState(6, 2 * PAGES, 2, 3, VOCAB, torch.float32, torch.float32, CPU, prediction_size=8)
+    state = DecodeState(6, 2 * PAGES, 2, 3, VOCAB, torch.float32, CPU, prediction_size=8)
     for _, table in tables(state):
         table[: state.dummy] = 1
     for rows in launches:

@@ -5,35 +5,23 @@ Shapes: B slots, S levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from specserve_kernels import Accepted, Pool
-from torch import Tensor
+from specserve_kernels import Pool
 
-from specserve.kv.spec import KVSpec
-from specserve.methods import Method
-from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.config import DrafterConfig
+from specserve.methods import DraftSettings, Method
+from specserve.models.llama import LlamaModel
+from specserve.speculation.context import Context, Drafter, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 SURE = -0.1  # log-probability of each token
 
 
-class CopyDrafter(FixedTokens):
+class CopyDrafter(Drafter):
     name = "COPY"
-    needs = DrafterNeeds()
-    kv: Sequence[KVSpec] = ()
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-
-    def scratch(self, shape: StepShape) -> int:
-        return 0
-
-    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """The state's table has the text."""
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         slots = view.slots
@@ -43,12 +31,9 @@ class CopyDrafter(FixedTokens):
         score_BS = (SURE * (level_S + 1)).to(context.state.sampling.temperature.dtype).expand_as(token_BS)
         return Pool.of_text(token_BS, score_BS.where(index_BS[:, :1] >= 0, -torch.inf))
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        return None
 
-
-def load(config: DrafterConfig) -> CopyDrafter:
-    return CopyDrafter(config.target.config.vocab_size)
+def load(draft: DraftSettings, target: LlamaModel) -> CopyDrafter:
+    return CopyDrafter(target.config.vocab_size)
 
 
 METHOD = Method("COPY", load)

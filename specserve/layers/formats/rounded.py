@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.layers.formats.stored import StoredProjection, moved
-from specserve.layers.linear import PLAIN
+from specserve.layers.linear import PLAIN, QUANTIZED
 from specserve.layers.weights import Projection, WeightFormat
 
 SYMMETRIC_ZERO = 8  # the 4-bit value that means 0 without a zero point
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+DTYPES = {**QUANTIZED, "int4": torch.uint8}
 GROUP = 128  # inputs that share a scale in 4 bits
 _SLICE = 1 << 23  # weights quantized at a time, which bounds the float32 copies
 

@@ -10,7 +10,8 @@ Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inne
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
+from specserve.models.draft.load import DraftModule, DraftSource
 from specserve.models.draft.mlp_speculator import EPS, ShiftedNorm, at
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
@@ -28,35 +30,27 @@ _DIMS = ("inner_dim", "emb_dim", "proj_dim")
 
 
 @dataclass(frozen=True, slots=True)
-class ArcticSource:
+class ArcticSource(DraftSource):
     """A checkpoint of ``levels`` levels and ``inner`` channels. ``tied``: all gates share one embedding."""
 
-    files: TensorFiles
     levels: int
     inner: int
     tied: bool
     scale_input: bool
-    notes: list[str] = field(default_factory=list)
+    why_copied = ": tie_weights or tie_lstm_embs is true"
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a parameter."""
         kind, *rest = name.split(".")
         if kind == "emb":
             return f"{GATES[int(rest[0])]}_emb.0.weight"
         return f"{rest[0]}_proj.{rest[1]}.weight" if kind == "proj" else name
 
-    def note_unread(self, parameters: list[str]) -> None:
-        """Raise ValueError if copies of a shared tensor differ, and note tensors that nothing reads."""
+    @property
+    def copies(self) -> Mapping[str, str]:
         copies = {f"head.{i}.weight": "head.0.weight" for i in range(1, self.levels)}
         if self.tied:
             copies |= {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES[1:]}
-        for name in copies.keys() & set(self.files.names()):
-            if not torch.equal(self.files[name], self.files[copies[name]]):
-                raise ValueError(
-                    f"{self.files.file(name)}: tensor {name} differs from {copies[name]}, expected the same: "
-                    "tie_weights or tie_lstm_embs is true"
-                )
-        self.files.note_unread({*copies, *map(self.stored, parameters)}, self.notes)
+        return {name: first for name, first in copies.items() if name in self.files}
 
 
 def open_arctic(path: Path) -> ArcticSource:
@@ -84,7 +78,7 @@ def open_arctic(path: Path) -> ArcticSource:
             )
     tied, scale = config.get("tie_lstm_embs") is True, config.get("scale_input") is True
     note = f"draft of {config['n_predict']} levels of {inner} channels, an LSTM"
-    return ArcticSource(files, config["n_predict"], inner, tied, scale, [note])
+    return ArcticSource(files, config["n_predict"], inner, tied, scale, notes=[note])
 
 
 def count_levels(path: Path) -> int:
@@ -92,16 +86,13 @@ def count_levels(path: Path) -> int:
     return open_arctic(path).levels
 
 
-class ArcticLSTM(nn.Module):
+class ArcticLSTM(DraftModule):
     """Gates of ``proj(state) + w * embedding``. Rows hold the state, then the cell."""
 
     def __init__(self, source: ArcticSource, target: LlamaModel) -> None:
         super().__init__()
-        self.vocab_size, self._inner, self._scale_input = (
-            target.config.vocab_size,
-            source.inner,
-            source.scale_input,
-        )
+        self.vocab_size, self._inner = target.config.vocab_size, source.inner
+        self._scale_input = source.scale_input
         self.emb = nn.ModuleList(
             nn.Embedding(self.vocab_size, source.inner) for _ in range(1 if source.tied else len(GATES))
         )

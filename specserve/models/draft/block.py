@@ -12,7 +12,7 @@ memory, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ from specserve.layers.batch import Attend
 from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
 from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
+from specserve.models.draft.load import Borrowed, DraftModule
 from specserve.models.llama import LlamaModel
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -110,11 +111,11 @@ class PrefixGRU(nn.Module):
 
 class DominoHead(nn.Module):
     """Adds a correction from all tokens before a slot to its scores, from the second level on. ``embed`` is the
-    target's, held in a tuple so that it is not registered."""
+    target's."""
 
     def __init__(self, embed: nn.Embedding, rank: int, memory: int, rows: int) -> None:
         super().__init__()
-        hidden, self._embed = embed.embedding_dim, (embed,)
+        hidden, self._embed = embed.embedding_dim, Borrowed(embed)
         self.prefix_gru = PrefixGRU(hidden, memory)
         self.embed_proj = nn.Sequential(
             Linear(hidden + memory, rank, bias=False), nn.SiLU(), Linear(rank, rows, bias=False)
@@ -124,7 +125,7 @@ class DominoHead(nn.Module):
         self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Correct the scores, as ``BlockHead.correct``."""
-        after_NR = self.prefix_gru(self._embed[0](tokens_N), memory_NR)
+        after_NR = self.prefix_gru(self._embed.module(tokens_N), memory_NR)
         if memory_NR is not None:
             logits_NV = logits_NV + self.embed_proj(torch.cat([states_NH, after_NR], 1))
         return logits_NV, after_NR
@@ -207,9 +208,9 @@ class ConvLayer(DecoderLayer):
         return conv.mix(out_TH, after), residual_TH
 
 
-class BlockHead(nn.Module):
-    """A block draft. It uses the target's embedding and, without its own head, the target's; both are held in tuples so
-    that they are not registered. Its layers run as pool layers from ``layer`` on."""
+class BlockHead(DraftModule):
+    """A block draft. It uses the target's embedding and, without its own head, the target's. Its layers run as pool
+    layers from ``layer`` on."""
 
     rope_P2D: Tensor
 
@@ -217,7 +218,7 @@ class BlockHead(nn.Module):
         super().__init__()
         self.config = config
         size, eps, vocab = config.layer.hidden_size, config.layer.rms_norm_eps, target.config.vocab_size
-        self._embed, self._lm_head = (target.embed_tokens,), (target.lm_head,)
+        self._embed, self._lm_head = Borrowed(target.embed_tokens), Borrowed(target.lm_head)
         self.fc = Linear(len(config.taps) * target.config.hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(
@@ -227,7 +228,7 @@ class BlockHead(nn.Module):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(size, eps)
-        rows = config.draft_vocab_size
+        self.vocab_size = rows = config.draft_vocab_size
         if config.own_head:
             self.lm_head = Linear(size, rows, bias=False)
         if config.correction == "domino":
@@ -240,6 +241,10 @@ class BlockHead(nn.Module):
             self.confidence_head = nn.ModuleDict({"proj": Linear(config.confidence, 1)})
         table = rope_table(config.rope, config.layer.head_dim, max_positions)
         self.register_buffer("rope_P2D", table, persistent=False)
+
+    @property
+    def unquantized(self) -> Collection[str]:
+        return [CONFIDENCE]  # too small
 
     def past(self, tapped: Sequence[Tensor]) -> Tensor:
         """Fuse the target's states at ``taps`` into the states that blocks attend to: ``[T, H]``."""
@@ -256,7 +261,7 @@ class BlockHead(nn.Module):
         tokens_BK = roots_B[:, None].repeat(1, self.config.block_size)
         tokens_BK[:, 1:] = self.config.mask_id
         rope, first = Rope(self.rope_P2D, positions_N), self._decoders[0]
-        stream = first(*first.embed(tokens_BK.flatten(), self._embed[0].weight), rope, attend)
+        stream = first(*first.embed(tokens_BK.flatten(), self._embed.module.weight), rope, attend)
         for layer in self._decoders[1:]:
             stream = layer(*layer.enter(*stream), rope, attend)
         return self.norm.add(*stream)[0]
@@ -269,7 +274,7 @@ class BlockHead(nn.Module):
 
     def logits(self, states_NH: Tensor) -> Tensor:
         """Return scores over the draft vocabulary ``[N, Vd]``, not yet corrected."""
-        out: Tensor = self.lm_head(states_NH) if self.config.own_head else self._lm_head[0](states_NH)
+        out: Tensor = self.lm_head(states_NH) if self.config.own_head else self._lm_head.module(states_NH)
         return out
 
     def correct(

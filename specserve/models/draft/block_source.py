@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specserve.layers.decoder import LayerConfig
-from specserve.layers.linear import pack_linears, quantize_linears
 from specserve.layers.rotary import rope_fields
-from specserve.methods import method_of
-from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.methods import DraftSettings, method_of
 from specserve.models.config import (
     COUNT,
     OBJECT,
@@ -32,14 +29,13 @@ from specserve.models.config import (
 )
 from specserve.models.draft.block import CONFIDENCE, BlockConfig, BlockHead, CorrectionKind, MarkovKind
 from specserve.models.draft.fields import check_kind
-from specserve.models.draft.reader import read_ids
+from specserve.models.draft.load import DraftSource, LoadedDraft, load_draft, read_ids
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 _THETA = 1e6  # default of rope_theta, as in other servers
 _CANDIDATES = 16  # default number of candidates of DFlash2's selector
 _IDS = Values("a list of integers", lambda found: type(found) is list and {*map(type, found)} == {int})
-_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # the target's, or read separately
 # Known drafts that are not supported, by a part of a tensor's name.
 _FOREIGN = {
     "logit_head.": "an early export (logit_head)",
@@ -62,25 +58,20 @@ _PLAIN: dict[str, Any] = {  # the only supported values of these fields
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSource:
+class BlockSource(DraftSource):
     """A checkpoint. ``config`` is flat; nested fields take precedence."""
 
-    path: Path
-    files: TensorFiles
     config: Mapping[str, Any]
-    notes: list[str] = field(default_factory=list)
+    unread = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # the target's, or read separately
 
     @property
     def config_file(self) -> Path:
-        return self.path / "config.json"
+        return self.files.path / "config.json"
 
     @property
     def kind(self) -> str:
         found = (kind for name, kind in _KINDS.items() if name in self.files)
         return next(found, "DFLASH")
-
-    def note(self, text: str) -> None:
-        self.notes.append(f"draft {text}")
 
     def number(self, name: str) -> int:
         """Return a positive integer of its config. Raises ValueError for anything else."""
@@ -177,7 +168,6 @@ class BlockSource:
         return taps, hidden * 2 * taps // rows
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a parameter."""
         name = name.removeprefix("domino.")
         bare = name.removesuffix(".weight")
         return bare if bare.endswith("_codebook") and bare in self.files else name
@@ -193,7 +183,7 @@ def open_block(path: Path) -> BlockSource:
             raise ValueError(f"{path}: {what} in a block draft: not supported")
     nested = config.get("dflash_config") or {}
     flat = {**config, **(config.get("transformer_layer_config") or {}), **nested, "nested": bool(nested)}
-    source = BlockSource(path, files, flat)
+    source = BlockSource(files, flat)
     if "hidden_norm.weight" not in files or not source.layer_count:
         raise ValueError(
             f"{path} holds no block draft: expected tensors hidden_norm.weight and layers.0.self_attn.q_proj.weight, "
@@ -279,36 +269,24 @@ def check_window(config: Mapping[str, Any], file: Path, max_positions: int) -> N
         )
 
 
-def load_block(
-    path: Path,
-    algorithm: str,
-    target: LlamaModel,
-    layer: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    quantization: str,
-    overrides: Mapping[str, Any],
-) -> tuple[BlockHead, Tensor | None, list[str]]:
-    """Load a draft for a target, to run as pool layers from ``layer`` on. Return it, the target ids that it scores
-    (None: all, in order), and notes on the choices made.
+def load_block(draft: DraftSettings, target: LlamaModel) -> LoadedDraft[BlockHead]:
+    """Load a draft for a target, whose layers come after the target's in the pool.
 
-    Raises ValueError naming the file, the tensor or field and what is expected if they don't fit, and for any of
-    ``overrides``, whose fields block drafts do not have.
+    Raises ValueError naming the file, the tensor or field and what is expected if they don't fit, and for any override,
+    whose fields block drafts do not have.
     """
-    source, method = open_block(path), method_of(algorithm)
-    check_kind(overrides, source.kind)
+    source, method = open_block(draft.path), method_of(draft.name)
+    check_kind(draft.config_override, source.kind)
     if method is None or source.kind not in method.heads:
         raise ValueError(
-            f"{path} holds a {source.kind} draft; --speculative-algorithm is {algorithm}, expected {source.kind}"
+            f"{draft.path} holds a {source.kind} draft; --speculative-algorithm is {draft.name}, expected {source.kind}"
         )
-    config = read_block(source, target.config, max_positions)
-    ids = None
+    config = read_block(source, target.config, target.max_positions)
+    ids: Tensor | None = None
     if config.own_head:
-        ids = read_ids(source.files, config.draft_vocab_size, target.config.vocab_size, source.note)
-    with building(dtype, target.device):
-        head = BlockHead(config, layer, max_positions, target)
-    load_parameters(head, source.files, source.stored)
-    source.files.note_unread({*_COPIES, *map(source.stored, file_tensors(head))}, source.notes)
-    quantize_linears(head, quantization, [CONFIDENCE])  # too small to quantize
-    pack_linears(head, keep=["qkv_proj"])  # ``project_kv`` reads its rows
-    return head, ids, source.notes
+        ids = read_ids(source, config.draft_vocab_size, target.config.vocab_size)
+
+    def make(_: BlockSource, target: LlamaModel) -> BlockHead:
+        return BlockHead(config, target.config.num_layers, target.max_positions, target)
+
+    return load_draft(draft, target, source, make, ids)

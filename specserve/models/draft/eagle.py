@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import Linear
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.head import LayerHead
+from specserve.models.draft.load import Borrowed
 
 
 class EagleHead(LayerHead):
@@ -25,7 +26,7 @@ class EagleHead(LayerHead):
         self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
     ) -> None:
         super().__init__(config, embed)
-        self._lm_head = (lm_head,)
+        self._lm_head = Borrowed(lm_head)
         size = config.layer.hidden_size
         self.embedding_layernorm = self._new_norm(config.embedding_norm)
         self.hidden_states_layernorm = self._new_norm(config.feature_norm)
@@ -48,6 +49,6 @@ class EagleHead(LayerHead):
         norms = self.embedding_layernorm, self.hidden_states_layernorm
         if norms == (None, None):
             return self._pairs(self.fc, tokens_N, features_XH, source_N, None)[0]
-        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, None)
+        pairs_N2H, _ = pair_inputs(tokens_N, self._embed.module.weight, features_XH, source_N, None)
         halves = pairs_N2H.chunk(2, -1)
         return torch.cat([h if norm is None else norm(h) for norm, h in zip(norms, halves, strict=True)], -1)

@@ -69,9 +69,9 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
     return given
 
 
-def refuse_overrides(overrides: Mapping[str, Any], method: str) -> None:
+def refuse_overrides(text: str | None, method: str) -> None:
     """Raise ValueError for any override of a draft that has no such fields."""
-    if overrides:
+    if overrides := parse_overrides(text):
         raise ValueError(
             f"{FLAG}: {', '.join(overrides)}: fields of draft heads, but the draft of {method} is a whole model"
         )
@@ -85,9 +85,14 @@ def check_same(config: Mapping[str, Any], source: Path, wanted: Iterable[tuple[s
             raise ValueError(f"{source}: {name} {words}")
 
 
-def check_kind(overrides: Mapping[str, Any], kind: str) -> None:
+def check_kind(text: str | None, kind: str) -> None:
+    """Raise ValueError for an override, given as JSON, that a head of this kind does not have."""
+    check_fields(parse_overrides(text), kind)
+
+
+def check_fields(names: Iterable[str], kind: str) -> None:
     """Raise ValueError for a field that a head of this kind does not have."""
-    for name in overrides:
+    for name in names:
         if kind not in FIELDS[name].kinds:
             wanted = " and ".join(FIELDS[name].kinds)
             raise ValueError(f"{FLAG}: {name} is a field of {wanted} heads, the draft's are {kind}")

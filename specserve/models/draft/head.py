@@ -5,7 +5,7 @@ Shapes: N tokens to draft from, X rows of features, I input width of attention, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import MLP, Attention, RMSNorm
-from specserve.layers.linear import quantize_linears
 from specserve.layers.rotary import Rope, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.load import Borrowed, DraftModule
 
 
-class LayerHead(nn.Module):
+class LayerHead(DraftModule):
     """A subclass builds the modules and defines the input of attention (``_inputs``).
 
-    ``norm`` is applied before the output head, unless the configuration says otherwise. The target's modules are held
-    in tuples so that they are not registered as the head's own.
+    ``norm`` is applied before the output head, unless the configuration says otherwise.
     """
 
     norm: RMSNorm | None
@@ -36,8 +35,9 @@ class LayerHead(nn.Module):
         self.config = config
         if config.own_embedding:
             embed = self.embed_tokens = nn.Embedding(config.target_vocab_size, config.layer.hidden_size)
-        self._embed = (embed,)
-        self._lm_head: tuple[nn.Module] | None = None
+        self.vocab_size = config.draft_vocab_size
+        self._embed = Borrowed(embed)
+        self._lm_head: Borrowed[nn.Module] | None = None
 
     def _add_layer(self, layer: int, max_positions: int) -> None:
         """Add the decoder layer, without its input norm, to run as pool layer ``layer``."""
@@ -70,7 +70,7 @@ class LayerHead(nn.Module):
         quantizes = isinstance(reader, Projection) and reader.rounds_to(len(tokens_N)) == torch.int8
         whole_groups = features_XH.shape[-1] % GROUP == 0
         make = pair_inputs_rounded if quantizes and whole_groups else pair_inputs
-        return make(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
+        return make(tokens_N, self._embed.module.weight, features_XH, source_N, norms)
 
     def _layer(
         self,
@@ -126,16 +126,16 @@ class LayerHead(nn.Module):
     @property
     def reader(self) -> nn.Module:
         """The output head: the target's, the embedding, or its own."""
-        return self.lm_head if self._lm_head is None else self._lm_head[0]
+        return self.lm_head if self._lm_head is None else self._lm_head.module
 
     def _scores(self, read_NH: Tensor | Rounded) -> Tensor:
         out: Tensor = self.reader(read_NH)
         return out
 
-    def quantize(self, quantization: str) -> None:
-        """Quantize its weights to int8 or fp8, or leave them (none). The output head is quantized only if it is its own
-        and uses all rows."""
-        quantize_linears(self, quantization, () if self._lm_head is None else ("lm_head",))
+    @property
+    def unquantized(self) -> Collection[str]:
+        """The output head, unless it is its own and all its rows are used."""
+        return () if self._lm_head is None else ("lm_head",)
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         """Return keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""

@@ -14,8 +14,8 @@ Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,28 +27,26 @@ from specserve.models.config import read_json
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import check_same
 from specserve.models.draft.head import LayerHead
+from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 _LAYER = "prefix_embeding_layer."
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
-_UNUSED = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the target's, or unused
 
 
 @dataclass(frozen=True, slots=True)
-class HydraSource:
+class HydraSource(DraftSource):
     """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal.
     ``layered``: it is Hydra++."""
 
-    files: TensorFiles
     heads: int
     blocks: tuple[int, ...]
     layered: bool
-    notes: list[str] = field(default_factory=list)
+    unread = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the target's, or unused
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a parameter."""
         kind, *rest = name.split(".")
         if kind == "first":
             return f"hydra_mlp.{rest[0]}.{self.blocks[0]}.{'.'.join(rest[1:])}"
@@ -59,18 +57,14 @@ class HydraSource:
             return f"hydra_lm_head.{rest[0]}.{rest[1] if plain else f'1.{rest[1]}'}"
         return f"{_LAYER}{'.'.join(rest)}" if rest[0] == "norm" else f"{_LAYER}layers.0.{'.'.join(rest)}"
 
-    def note_unread(self, parameters: list[str]) -> None:
-        """Raise ValueError if copies of a block differ, and note tensors that nothing reads."""
-        known = {*map(self.stored, parameters), *_UNUSED}
-        for number in self.blocks[2:]:
-            for name in (f"{i}.{{}}.linear.{part}" for i in range(self.heads) for part in ("weight", "bias")):
-                copy, first = (f"hydra_mlp.{name.format(each)}" for each in (number, self.blocks[1]))
-                if not torch.equal(self.files[copy], self.files[first]):
-                    raise ValueError(
-                        f"{self.files.file(copy)}: tensor {copy} differs from {first}, expected the same"
-                    )
-                known.add(copy)
-        self.files.note_unread(known, self.notes)
+    @property
+    def copies(self) -> Mapping[str, str]:
+        names = [f"{i}.{{}}.linear.{part}" for i in range(self.heads) for part in ("weight", "bias")]
+        return {
+            f"hydra_mlp.{name.format(number)}": f"hydra_mlp.{name.format(self.blocks[1])}"
+            for number in self.blocks[2:]
+            for name in names
+        }
 
 
 def open_hydra(path: Path) -> HydraSource:
@@ -88,7 +82,7 @@ def open_hydra(path: Path) -> HydraSource:
     heads, blocks = 1 + max(i for i, _ in found), tuple(sorted({number for _, number in found}))
     after = " after a layer over the target's states" if layered else ""
     note = f"draft of {heads} heads of {len(blocks)} blocks{after}"
-    return HydraSource(files, heads, blocks, layered, [note])
+    return HydraSource(files, heads, blocks, layered, notes=[note])
 
 
 def count_heads(path: Path) -> int:
@@ -109,9 +103,9 @@ class FirstBlock(nn.Module):
 
 
 class HydraLayer(LayerHead):
-    """The layer, run as pool layer ``layer`` over the target's states alone, and its norm."""
+    """The layer, which reads the target's states alone, and its norm."""
 
-    def __init__(self, target: LlamaModel, layer: int, max_positions: int) -> None:
+    def __init__(self, target: LlamaModel) -> None:
         own, vocab, size = target.config.draft_layer, target.config.vocab_size, target.config.hidden_size
         config = DraftConfig(
             layer=replace(own, input_size=size),
@@ -122,7 +116,7 @@ class HydraLayer(LayerHead):
             recycle_normed=True,
         )
         super().__init__(config, target.embed_tokens)
-        self._add_layer(layer, max_positions)
+        self._add_layer(target.config.num_layers, target.max_positions)
         self.input_layernorm, self.norm = (RMSNorm(size, own.rms_norm_eps) for _ in range(2))
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
@@ -135,27 +129,26 @@ class HydraLayer(LayerHead):
         return self.input_layernorm(state_NH), state_NH
 
 
-class HydraHeads(nn.Module):
-    """The heads, and the layer if they come after one. The target's embedding is held in a tuple so that it is not
-    registered."""
+class HydraHeads(DraftModule):
+    """The heads, and the layer if they come after one."""
 
-    def __init__(self, source: HydraSource, target: LlamaModel, layer: int, max_positions: int) -> None:
+    def __init__(self, source: HydraSource, target: LlamaModel) -> None:
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
         count, self._repeats = source.heads, len(source.blocks) - 1
-        self.layer = HydraLayer(target, layer, max_positions) if source.layered else None
+        self.layer = HydraLayer(target) if source.layered else None
         self.first = nn.ModuleList(FirstBlock((i + 2) * size, size) for i in range(count))
         self.block = nn.ModuleList(
             ResidualBlock(size, bias=True) for _ in range(count if self._repeats else 0)
         )
         self.heads = nn.ModuleList(Linear(size, self.vocab_size, bias=True) for _ in range(count))
-        self._embed = (target.embed_tokens,)
+        self._embed = Borrowed(target.embed_tokens)
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
         """Return the paths ``[N, X]`` to a level's tokens: a state and the embeddings of root and path, concatenated.
         ``states_XH``: for level 0 the states, otherwise the previous level's paths; ``source_N``: each token's row
         there."""
-        return torch.cat([states_XH[source_N], self._embed[0](tokens_N)], 1)
+        return torch.cat([states_XH[source_N], self._embed.module(tokens_N)], 1)
 
     def scores(self, level: int, path_NX: Tensor) -> Tensor:
         """Return the scores ``[N, V]`` after a path."""

@@ -1,68 +1,148 @@
-"""Load published draft heads: EAGLE (1 and 2), EAGLE-3, P-EAGLE and MiMo's MTP.
-
-Anything that does not fit the target raises a ValueError that names the file, the tensor or field, and what is
-expected.
-"""
+"""Load a draft's checkpoint, of any kind: build the module, fill it, note what was chosen, quantize and pack it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from specserve.layers.linear import pack_linears, quantize_linears
+from specserve.methods import DraftSettings
 from specserve.models.checkpoint import building, file_tensors, load_parameters
-from specserve.models.draft.block_source import check_window
-from specserve.models.draft.eagle import EagleHead
-from specserve.models.draft.eagle3 import Eagle3Head
-from specserve.models.draft.mtp import MTPHead
-from specserve.models.draft.p_eagle import PEagleHead
-from specserve.models.draft.reader import Eagle3Reading, open_draft
+from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.llama import LlamaModel
+from specserve.models.tensor_files import TensorFiles
 
-Head = EagleHead | Eagle3Head | MTPHead
-_HEADS: dict[str, Callable[..., Head]] = {
-    "EAGLE": EagleHead,
-    "EAGLE3": Eagle3Head,
-    "MTP": MTPHead,
-    "P_EAGLE": PEagleHead,
-}
+log = logging.getLogger(__name__)
+
+
+class DraftModule(nn.Module):
+    """A draft's modules. What it uses of the target is ``Borrowed``."""
+
+    vocab_size: int  # tokens that it scores
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def unquantized(self) -> Collection[str]:
+        """Names of projections that are not quantized."""
+        return ()
+
+
+M = TypeVar("M", bound=nn.Module)
+D = TypeVar("D", bound=DraftModule)
+
+
+class Borrowed(NamedTuple, Generic[M]):
+    """Another model's module: in a tuple, it is not registered as a part of the module that uses it."""
+
+    module: M
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """``ids``: the target ids of the draft vocabulary, on the CPU; None if it is the target's. ``notes``: the choices
-    made."""
+class DraftSource:
+    """A draft's checkpoint. ``prefix``: what the names of its tensors begin with; others are the target's. ``notes``:
+    the choices made while reading it, and their reasons."""
 
-    head: Head
-    ids: Tensor | None
+    files: TensorFiles
+    prefix: str = field(default="", kw_only=True)
+    notes: list[str] = field(default_factory=list, kw_only=True)
+    unread: ClassVar[tuple[str, ...]] = ()  # tensors for which there is no parameter
+    why_copied: ClassVar[str] = ""
+
+    def stored(self, name: str) -> str:
+        """Return the file's name of a parameter."""
+        return self.prefix + name
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Tensors that a file stores again although they are shared, and those that they equal."""
+        return {}
+
+    def note(self, text: str) -> None:
+        """Add a note, unless it is there already."""
+        if (note := f"draft {text}") not in self.notes:
+            self.notes.append(note)
+
+    def note_unread(self, parameters: Iterable[str]) -> None:
+        """Note tensors that no parameter reads. Raises ValueError if copies differ."""
+        for name, first in self.copies.items():
+            if not torch.equal(self.files[name], self.files[first]):
+                raise ValueError(
+                    f"{self.files.file(name)}: tensor {name} differs from {first}, expected the same{self.why_copied}"
+                )
+        tables = [name for name in self.files.names() if name.endswith("rotary_emb.inv_freq")]
+        known = {*self.unread, *tables, *self.copies, *map(self.stored, parameters)}
+        self.files.note_unread(known, self.notes, self.prefix)
+
+
+S = TypeVar("S", bound=DraftSource)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft(Generic[D]):
+    """``vocab``: the tokens that it scores; None: the target's."""
+
+    module: D
+    vocab: VocabMap | None
     notes: list[str]
 
 
 def load_draft(
-    path: Path,
-    algorithm: str,
+    draft: DraftSettings,
     target: LlamaModel,
-    layer: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    overrides: Mapping[str, Any] | None = None,
-) -> LoadedDraft:
-    """Load the head at ``path`` for ``algorithm``, to run as pool layer ``layer``. ``overrides`` replace fields of its
-    config."""
-    reading = open_draft(path, algorithm, overrides or {}, target.config)
-    source, config = reading.source, reading.config()
-    if reading.kind == "P_EAGLE":
-        check_window(source.config, source.config_file, max_positions)
-    own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in source)
-    lm_head = None if own else target.lm_head
-    with building(dtype, target.device):
-        head = _HEADS[reading.kind](config, layer, max_positions, target.embed_tokens, lm_head)
-    load_parameters(head, source.files, source.stored)
-    source.note_unread(file_tensors(head))
-    if isinstance(head, MTPHead):
-        head.read_embedding_first()
-    return LoadedDraft(head, reading.ids, source.notes)
+    source: S,
+    make: Callable[[S, LlamaModel], D],
+    ids: Tensor | None = None,
+    prepare: Callable[[D], None] | None = None,
+) -> LoadedDraft[D]:
+    """Make the module of a checkpoint, load it and log the choices made. ``ids``: the target ids of its vocabulary,
+    None: all. ``prepare`` is called with the module before it is quantized.
+
+    Raises ValueError naming the file, the tensor and what is expected if it does not fit the target.
+    """
+    with building(target.dtype, target.device):
+        module = make(source, target)
+    load_parameters(module, source.files, source.stored)
+    source.note_unread(file_tensors(module))
+    for note in source.notes:
+        log.info("%s", note)
+    if prepare is not None:
+        prepare(module)
+    quantize_linears(module, draft.quantization, module.unquantized)
+    pack_linears(module, keep=["qkv_proj"])  # ``project_kv`` reads rows of these
+    vocab = None if ids is None else VocabMap.of(ids.to(target.device), target.config.vocab_size)
+    return LoadedDraft(module, vocab, source.notes)
+
+
+def read_ids(source: DraftSource, rows: int, vocab: int) -> Tensor | None:
+    """Return the target ids of a draft vocabulary from the offsets ``d2t``, checked against ``t2d`` if the file has it;
+    None if it is the target's whole vocabulary."""
+    files = source.files
+    if "d2t" not in files:
+        if rows != vocab:
+            needs = f"a draft vocabulary of {rows} tokens needs it, int64 [{rows}]"
+            raise ValueError(f"{files.path}: tensor d2t is missing; {needs}")
+        source.note(f"vocabulary: all {vocab} tokens of the target (no d2t)")
+        return None
+    offsets, file = files["d2t"], files.file("d2t")
+    if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        raise ValueError(f"{file}: tensor d2t is {found}, expected int64 [{rows}]")
+    ids = offsets.long() + torch.arange(rows)
+    if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        wanted = f"strictly increasing target ids from 0 to {vocab - 1}"
+        raise ValueError(f"{file}: tensor d2t must give {wanted}")
+    if rows < vocab and "t2d" in files:  # otherwise t2d is unused, and all false in EAGLE's own files
+        kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        if not torch.equal(files["t2d"].bool(), kept):
+            file = files.file("t2d")
+            raise ValueError(f"{file}: tensor t2d does not mark the target ids that d2t gives")
+    source.note(f"vocabulary: {rows} tokens of the target's {vocab} (d2t)")
+    return None if rows == vocab else ids

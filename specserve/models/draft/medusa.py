@@ -11,19 +11,17 @@ Shapes: B slots, L levels, H hidden size, Vd draft vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from specserve.layers.linear import Linear, pack_linears, quantize_linears
+from specserve.layers.linear import Linear
 from specserve.layers.weights import Projection
-from specserve.models.checkpoint import building, file_tensors, load_parameters
 from specserve.models.config import COUNT, check, read_json
-from specserve.models.draft.fields import check_kind
+from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
@@ -58,20 +56,17 @@ _MAP = "token_map"
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaSource:
+class MedusaSource(DraftSource):
     """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: number of output heads; with 1 all heads share it,
-    with 0 they use the target's. ``notes``: what was found and why."""
+    with 0 they use the target's."""
 
-    files: TensorFiles
     layout: Layout
-    prefix: str
     heads: int
     blocks: int
     scorers: int
-    notes: list[str] = field(default_factory=list)
+    unread = (_MAP,)
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a parameter of ``MedusaHeads``."""
         kind, i, *rest = name.split(".")
         if kind == "lm_heads":
             if self.scorers == 1 and (shared := f"{self.prefix}lm_head.weight") in self.files:
@@ -110,10 +105,6 @@ class MedusaSource:
         self.notes.append(f"draft vocabulary: {len(ids)} tokens of the target's {target_vocab} ({_MAP})")
         return ids.long()
 
-    def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter reads."""
-        self.files.note_unread({_MAP, *map(self.stored, parameters)}, self.notes, self.prefix)
-
 
 def open_medusa(path: Path) -> MedusaSource:
     """Read a directory. Raises ValueError naming the file, tensor or field if it holds no such heads."""
@@ -142,7 +133,7 @@ def _source(
     scorers = heads if any(scored) else 0
     if config.get("original_lm_head") is True:
         scorers = 1 if scored[0] or f"{prefix}lm_head.weight" in files else 0
-    source = MedusaSource(files, layout, prefix, heads, blocks, scorers)
+    source = MedusaSource(files, layout, heads, blocks, scorers, prefix=prefix)
     note = source.notes.append
     whose = {0: "the target's head (its files have no scores)", 1: "one head for all"}
     note(
@@ -175,9 +166,8 @@ class ResidualBlock(nn.Module):
         return x_BH + nn.functional.silu(self.linear(x_BH))
 
 
-class MedusaHeads(nn.Module):
-    """``lm_heads``: one for each head, one for all, or none. Without any the target's is used; it is held in a tuple so
-    that it is not registered."""
+class MedusaHeads(DraftModule):
+    """``lm_heads``: one for each head, one for all, or none. Without any the target's is used."""
 
     def __init__(
         self, target: LlamaModel, heads: int, blocks: int, *, bias: bool, scorers: int, rows: int
@@ -188,7 +178,7 @@ class MedusaHeads(nn.Module):
             nn.Sequential(*(ResidualBlock(size, bias) for _ in range(blocks))) for _ in range(heads)
         )
         self.lm_heads = nn.ModuleList(Linear(size, rows, bias=False) for _ in range(scorers))
-        self._target_head = (target.lm_head,)
+        self._target_head = Borrowed(target.lm_head)
 
     def forward(self, hidden_BH: Tensor, levels: int) -> Tensor:
         """Return the logits of the first ``levels`` heads ``[L, B, Vd]``. Head 0 predicts the token after the one that
@@ -204,36 +194,20 @@ class MedusaHeads(nn.Module):
         return found
 
     def _scorer(self, level: int) -> Projection:
-        found = (
-            self.lm_heads[min(level, len(self.lm_heads) - 1)] if len(self.lm_heads) else self._target_head[0]
-        )
-        assert isinstance(found, Projection)
-        return found
+        if not len(self.lm_heads):
+            return self._target_head.module
+        scorer = self.lm_heads[min(level, len(self.lm_heads) - 1)]
+        assert isinstance(scorer, Projection)
+        return scorer
 
 
-def load_medusa(
-    path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
-) -> tuple[MedusaHeads, Tensor | None, list[str]]:
-    """Load heads for a target. Return them, the target ids that they score (None: all, in order), and notes on the
-    choices made.
-
-    Raises ValueError naming the file, the tensor and what is expected if they do not fit, and for any of ``overrides``,
-    whose fields they do not have.
-    """
-    check_kind(overrides, "MEDUSA")
-    source = open_medusa(path)
-    ids = source.ids(target.config.vocab_size)
-    with building(dtype, target.device):
-        heads = MedusaHeads(
-            target,
-            source.heads,
-            source.blocks,
-            bias=source.bias,
-            scorers=source.scorers,
-            rows=source.rows(target.config.vocab_size),
-        )
-    load_parameters(heads, source.files, source.stored)
-    source.note_unread(list(file_tensors(heads)))
-    quantize_linears(heads, quantization)
-    pack_linears(heads)
-    return heads, ids, source.notes
+def heads_of(source: MedusaSource, target: LlamaModel) -> MedusaHeads:
+    """Return the heads of a checkpoint."""
+    return MedusaHeads(
+        target,
+        source.heads,
+        source.blocks,
+        bias=source.bias,
+        scorers=source.scorers,
+        rows=source.rows(target.config.vocab_size),
+    )

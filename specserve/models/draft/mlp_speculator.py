@@ -10,7 +10,8 @@ Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inne
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
+from specserve.models.draft.load import DraftModule, DraftSource
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
@@ -45,35 +47,28 @@ class SpeculatorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculatorSource:
-    """A checkpoint. ``notes``: what was found and why."""
+class SpeculatorSource(DraftSource):
+    """A checkpoint. ``before``: what the names of all its tensors begin with."""
 
-    files: TensorFiles
-    prefix: str
+    before: str
     config: SpeculatorConfig
-    notes: list[str] = field(default_factory=list)
+    why_copied = ": tie_weights is true"
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a parameter."""
-        return self.prefix + name
+        return self.before + name
 
-    def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter reads. A file may store copies of tied tensors; raises ValueError if they
-        differ."""
-        known = {*map(self.stored, parameters)}
-        known |= {name for name in self.files.names() if name not in known and self._is_copy(name)}
-        self.files.note_unread(known, self.notes)
-
-    def _is_copy(self, name: str) -> bool:
-        match = _TENSOR.fullmatch(name.removeprefix(self.prefix))
-        if match is None or not self.config.tied or int(match[2]) >= self.config.levels:
-            return False
-        first = self.stored(f"{match[1]}.{self.config.count(match[1]) - 1}.{match[3]}")
-        if not torch.equal(self.files[name], self.files[first]):
-            raise ValueError(
-                f"{self.files.file(name)}: tensor {name} differs from {first}, expected the same: tie_weights is true"
-            )
-        return True
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """A tied module's number in a file may be any level's."""
+        matches = [_TENSOR.fullmatch(name.removeprefix(self.before)) for name in self.files.names()]
+        levels = {
+            match[0]: (match[1], int(match[2]), match[3]) for match in matches if match and self.config.tied
+        }
+        return {
+            self.stored(name): self.stored(f"{kind}.{self.config.count(kind) - 1}.{part}")
+            for name, (kind, level, part) in levels.items()
+            if self.config.count(kind) <= level < self.config.levels
+        }
 
 
 def open_speculator(path: Path) -> SpeculatorSource:
@@ -141,7 +136,7 @@ class ShiftedNorm(RMSNorm):
         return super().forward(x_NI) + self.bias
 
 
-class MLPSpeculator(nn.Module):
+class MLPSpeculator(DraftModule):
     """``state = GELU(norm(proj(state) + w * embedding))``; a head turns each level's state into scores."""
 
     def __init__(self, config: SpeculatorConfig, target: LlamaModel) -> None:
@@ -174,6 +169,11 @@ class MLPSpeculator(nn.Module):
         """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
         out: Tensor = at(self.head, level)(states_NI)
         return out
+
+
+def speculator_of(source: SpeculatorSource, target: LlamaModel) -> MLPSpeculator:
+    """Return the speculator of a checkpoint."""
+    return MLPSpeculator(source.config, target)
 
 
 def at(modules: nn.ModuleList, level: int) -> nn.Module:

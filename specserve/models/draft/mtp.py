@@ -16,6 +16,7 @@ from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.head import LayerHead
+from specserve.models.draft.load import Borrowed
 
 
 class MTPHead(LayerHead):
@@ -26,7 +27,7 @@ class MTPHead(LayerHead):
         self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
     ) -> None:
         super().__init__(config, embed)
-        self._lm_head = (lm_head,)
+        self._lm_head = Borrowed(lm_head)
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
         self.token_layernorm = RMSNorm(size, eps)
         self.hidden_layernorm = RMSNorm(size, eps)

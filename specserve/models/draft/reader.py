@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig, rope_fields
-from specserve.methods import method_of, names_like
 from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.base import DraftConfig
-from specserve.models.draft.fields import FLAG, LIST, check_kind
-from specserve.models.draft.source import Source, open_source
-from specserve.models.tensor_files import TensorFiles
+from specserve.models.draft.fields import FLAG, LIST, check_fields
+from specserve.models.draft.load import read_ids
+from specserve.models.draft.source import Source
 
 
 class Part(NamedTuple):
@@ -90,7 +86,7 @@ class Reading:
 
     @property
     def overrides(self) -> None:
-        check_kind(self.source.overrides, self.kind)
+        check_fields(self.source.overrides, self.kind)
 
     def _fit(self, name: str, found: Any, expected: int, why: str = "") -> int:
         if found != expected:
@@ -281,7 +277,7 @@ class Eagle3Reading(EagleReading):
 
     @cached_property
     def ids(self) -> Tensor | None:  # type: ignore[override]  # a constant for other kinds
-        return read_ids(self.source.files, self.draft_vocab_size, self.target.vocab_size, self.source.note)
+        return read_ids(self.source, self.draft_vocab_size, self.target.vocab_size)
 
     @property
     def tied(self) -> bool:
@@ -404,65 +400,3 @@ class MTPReading(Reading):
         if "num_speculative_steps" in config or "mtp_loss_step_weights" in config:
             return "post", "its config is FastMTP's"
         return "pre", "the default for MiMo"
-
-
-def read_ids(files: TensorFiles, rows: int, vocab: int, note: Callable[[str], None]) -> Tensor | None:
-    """Return the target ids of a draft vocabulary from the offsets ``d2t``, checked against ``t2d`` if the file has it;
-    None if it is the target's whole vocabulary."""
-    if "d2t" not in files:
-        if rows != vocab:
-            needs = f"a draft vocabulary of {rows} tokens needs it, int64 [{rows}]"
-            raise ValueError(f"{files.path}: tensor d2t is missing; {needs}")
-        note(f"vocabulary: all {vocab} tokens of the target (no d2t)")
-        return None
-    offsets, file = files["d2t"], files.file("d2t")
-    if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
-        found = f"{offsets.dtype} {list(offsets.shape)}"
-        raise ValueError(f"{file}: tensor d2t is {found}, expected int64 [{rows}]")
-    ids = offsets.long() + torch.arange(rows)
-    if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        wanted = f"strictly increasing target ids from 0 to {vocab - 1}"
-        raise ValueError(f"{file}: tensor d2t must give {wanted}")
-    if rows < vocab and "t2d" in files:  # otherwise t2d is unused, and all false in EAGLE's own files
-        kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-        if not torch.equal(files["t2d"].bool(), kept):
-            file = files.file("t2d")
-            raise ValueError(f"{file}: tensor t2d does not mark the target ids that d2t gives")
-    note(f"vocabulary: {rows} tokens of the target's {vocab} (d2t)")
-    return None if rows == vocab else ids
-
-
-_READINGS: dict[str, type[Reading]] = {
-    r.kind: r for r in (EagleReading, Eagle3Reading, PEagleReading, MTPReading)
-}
-
-
-def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target: ModelConfig) -> Reading:
-    """Open a directory with a head that ``algorithm`` runs. ``overrides`` replace fields of its config.
-
-    Raises ValueError if it is unreadable or holds another kind of head.
-    """
-    source = open_source(path, overrides)
-    kind, method = "MTP" if source.is_mtp else _eagle_kind(source), method_of(algorithm)
-    if method is None or kind not in method.heads:
-        fitting = " or ".join(names_like(algorithm, lambda method: kind in method.heads))
-        article = "a" if kind == "P_EAGLE" else "an"
-        raise ValueError(
-            f"{path} holds {article} {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"
-        )
-    return _READINGS[kind](source, target)
-
-
-def _eagle_kind(source: Source) -> str:
-    """Return EAGLE or EAGLE3; EAGLE-3's attention reads twice the hidden size."""
-    q_proj, fc = "self_attn.q_proj.weight", "fc.weight"
-    columns = source.matrix(q_proj)[1]
-    hidden = source.matrix(fc)[0] if fc in source else source.matrix("mlp.gate_proj.weight")[1]
-    if columns not in (hidden, 2 * hidden):
-        raise ValueError(
-            f"{source.file(q_proj)}: tensor {source.stored(q_proj)} has {columns} columns, expected {hidden} (EAGLE) "
-            f"or {2 * hidden} (EAGLE-3)"
-        )
-    if source.is_p_eagle:
-        return "P_EAGLE"
-    return "EAGLE3" if columns == 2 * hidden else "EAGLE"

@@ -10,7 +10,7 @@ Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import Linear
 from specserve.models.config import read_json
 from specserve.models.draft.fields import check_same
+from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
@@ -46,22 +47,19 @@ TENSORRT = Layout(
 
 
 @dataclass(frozen=True, slots=True)
-class ReDrafterSource:
-    """A checkpoint with ``blocks`` residual blocks of ``width`` channels. ``notes``: what was found and why."""
+class ReDrafterSource(DraftSource):
+    """A checkpoint with ``blocks`` residual blocks of ``width`` channels."""
 
-    files: TensorFiles
     layout: Layout
     blocks: int
-    notes: list[str] = field(default_factory=list)
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a parameter."""
         kind, *rest = name.split(".")
         if kind == "blocks":
             name = f"{self.layout.block.format(rest[0])}.{rest[-1]}"
         elif kind == "lm_head":
             name = f"{self.layout.scores.format(self.blocks)}.weight"
-        return self.layout.prefix + name
+        return self.prefix + name
 
     @property
     def width(self) -> int:
@@ -70,10 +68,6 @@ class ReDrafterSource:
     @property
     def rnn(self) -> bool:
         return self.stored("rnn_w.weight") in self.files
-
-    def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter reads."""
-        self.files.note_unread({*map(self.stored, parameters)}, self.notes, self.layout.prefix)
 
 
 def open_redrafter(path: Path) -> ReDrafterSource:
@@ -99,18 +93,19 @@ def open_redrafter(path: Path) -> ReDrafterSource:
 
 def _source(files: TensorFiles, layout: Layout) -> ReDrafterSource:
     name = layout.prefix + layout.block + ".weight"
-    return ReDrafterSource(files, layout, next(j for j in count() if name.format(j) not in files))
+    blocks = next(j for j in count() if name.format(j) not in files)
+    return ReDrafterSource(files, layout, blocks, prefix=layout.prefix)
 
 
-class ReDrafter(nn.Module):
+class ReDrafter(DraftModule):
     """``state = SiLU(rnn_w(embedding) + rnn_u(state))``, or ``embedding + state``. A row is the target's state, then
-    this one. The target's embedding is held in a tuple so that it is not registered."""
+    this one."""
 
     def __init__(self, source: ReDrafterSource, target: LlamaModel) -> None:
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
         width, self._rnn = source.width, source.rnn
-        self._embed = (target.embed_tokens,)
+        self._embed = Borrowed(target.embed_tokens)
         if self._rnn:
             self.rnn_w, self.rnn_u = Linear(size, size, bias=False), Linear(size, size, bias=True)
         self.input_proj = nn.Identity() if width == 2 * size else Linear(2 * size, width, bias=True)
@@ -120,7 +115,7 @@ class ReDrafter(nn.Module):
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
         """Return the rows ``[N, 2 H]`` after a level's tokens. ``states_XH``: for level 0 the target's states after its
         final norm, otherwise the previous level's rows; ``source_N``: each token's row there."""
-        target_NH, state_NH = states_XH[source_N], self._embed[0](tokens_N)
+        target_NH, state_NH = states_XH[source_N], self._embed.module(tokens_N)
         before_NH = torch.zeros_like(target_NH)
         if level:
             target_NH, before_NH = target_NH.chunk(2, dim=1)

@@ -7,14 +7,15 @@ configuration nests. What a head computes is decided elsewhere, by tensors first
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specserve.layers.rotary import rope_fields
 from specserve.models.config import OBJECT, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG
+from specserve.models.draft.load import DraftSource
 from specserve.models.tensor_files import TensorFiles
 
 _OUTSIDE_LAYER = (
@@ -30,7 +31,6 @@ _OUTSIDE_LAYER = (
     "mask_hidden",
 )
 _OLD_SPECULATORS = {"fc.": "fusion_fc.", "norm.": "pre_lm_head_layernorm."}
-_READ_APART = ("d2t", "t2d", "embed_tokens.weight")  # the embedding has its own note
 _NESTED = ("transformer_layer_config", "model")  # speculators; an old conversion for vLLM
 # Known heads that are not supported, by a pattern of a tensor's name.
 _FOREIGN = {
@@ -42,14 +42,16 @@ _FOREIGN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """``config`` is flat and includes the overrides. ``notes`` collects the choices made and their reasons."""
+class Source(DraftSource):
+    """``config`` is flat and includes the overrides."""
 
-    path: Path
-    files: TensorFiles
     config: dict[str, Any]
     overrides: Mapping[str, Any]
-    notes: list[str] = field(default_factory=list)
+    unread = ("d2t", "t2d", "embed_tokens.weight")  # read separately; the embedding has its own note
+
+    @property
+    def path(self) -> Path:
+        return self.files.path
 
     @property
     def config_file(self) -> Path:
@@ -57,7 +59,7 @@ class Source:
 
     @property
     def is_mtp(self) -> bool:
-        return any(name.startswith("mtp_layers.") for name in self.files.names())
+        return bool(self.prefix)
 
     @property
     def is_p_eagle(self) -> bool:
@@ -75,7 +77,6 @@ class Source:
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a head's parameter."""
         if self.is_mtp:
             return "mtp_layers.0." + ("final_layernorm.weight" if name == "norm.weight" else name)
         outside = next((prefix for prefix in _OUTSIDE_LAYER if name.startswith(prefix)), None)
@@ -120,17 +121,6 @@ class Source:
         """Return the source of a field's value, for notes."""
         return FLAG if name in self.overrides else f"its config's {name}"
 
-    def note(self, text: str) -> None:
-        """Add a note, unless it is there already."""
-        if (note := f"draft {text}") not in self.notes:
-            self.notes.append(note)
-
-    def note_unread(self, parameters: Iterable[str]) -> None:
-        """Note tensors that no parameter reads."""
-        tables = (name for name in self.files.names() if name.endswith("rotary_emb.inv_freq"))
-        known = {*_READ_APART, *map(self.stored, parameters), *tables}
-        self.files.note_unread(known, self.notes, "mtp_layers." if self.is_mtp else "")
-
 
 def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
     """Read a directory. Raises ValueError if it is unreadable or names an unsupported kind of head."""
@@ -139,7 +129,8 @@ def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
     flat = {**config, **inner}
     check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
     check_rope_fields(flat, path / "config.json")
-    source = Source(path, files, _overridden(flat, overrides), overrides)
+    prefix = "mtp_layers." if any(name.startswith("mtp_layers.") for name in files.names()) else ""
+    source = Source(files, _overridden(flat, overrides), overrides, prefix=prefix)
     _refuse_foreign(source)
     return source
 

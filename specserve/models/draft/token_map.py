@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import Linear, pack_linears, pick_rows
 from specserve.layers.weights import Projection
 from specserve.models.draft.head import LayerHead
+from specserve.models.draft.load import Borrowed
 
 _EXPECTED = "expected a list of token ids: torch.save of ints, a JSON list, or a text of one id a line"
 
@@ -89,12 +90,12 @@ class IndexedHead(nn.Module):
 
     def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
-        self._lm_head = (lm_head,)  # in a tuple, so that it is not registered
+        self._lm_head = Borrowed(lm_head)
         self.register_buffer("ids_R", ids_R.to(lm_head.device), persistent=False)
         self.ids_R: Tensor
 
     def forward(self, states_NH: Tensor) -> Tensor:
-        return self._lm_head[0].outputs_at(self.ids_R, states_NH)
+        return self._lm_head.module.outputs_at(self.ids_R, states_NH)
 
     def set_rows(self, rows_R: Tensor) -> None:
         """Write to the same buffer, because captured steps read it by its address."""
@@ -121,12 +122,12 @@ class CopiedRows(nn.Module):
 
 def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
     """Make ``head`` score only the tokens ``ids_R``. Raises ValueError unless it uses the target's ``lm_head``."""
-    if head._lm_head != (lm_head,):
+    if head._lm_head is None or head._lm_head.module is not lm_head:
         raise ValueError(
             f"--speculative-token-map: this draft, an {type(head).__name__}, has its own output head; "
             "expected one that uses the target's"
         )
-    head._lm_head = (truncated_head(lm_head, ids_R),)
+    head._lm_head = Borrowed(truncated_head(lm_head, ids_R))
 
 
 def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
@@ -146,7 +147,7 @@ def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
     picked = picked_rows(head.reader, rows_R)
     if head._lm_head is None and isinstance(picked, CopiedRows):
         del head.lm_head  # ``picked`` keeps its plain weight; the packed one is unused
-    head._lm_head = (picked,)
+    head._lm_head = Borrowed(picked)
     return picked
 
 

@@ -1,13 +1,38 @@
-"""Check that a draft model has the target's tokens: the same tokenizer, though vocabularies may be padded
+"""Draft vocabularies, and which tokens two models with the same tokenizer share, though vocabularies may be padded
 differently."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from specserve.models.special_tokens import token_ids
 
 _SENTENCEPIECE = "tokenizer.model"
+
+
+@dataclass(frozen=True, slots=True)
+class VocabMap:
+    """A draft vocabulary: ``ids`` [Vd] target ids; ``inverse`` [V + 1] draft ids, Vd for the pad id and tokens outside
+    it."""
+
+    ids: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, vocab_size: int) -> VocabMap:
+        inverse = torch.full((vocab_size + 1,), len(ids), dtype=torch.int64, device=ids.device)
+        inverse[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, inverse)
+
+    def exchange(self, ids: Tensor) -> None:
+        """Replace the target ids by as many others, int64 on the same device. In place, because captured steps read
+        both tables by address."""
+        self.ids.copy_(ids)
+        self.inverse.fill_(len(ids)).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
 
 
 def shared_tokens(target: Path, draft: Path, target_size: int, draft_size: int) -> tuple[int, str]:

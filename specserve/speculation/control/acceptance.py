@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.core import SamplingParams
+from specserve.methods import MAX_NODES
 from specserve.speculation.shape import StepShape
 
 Floats = NDArray[np.float64]
@@ -25,7 +26,6 @@ Family = tuple[
 ]  # branching; nodes a slot (chains: 0); a model's levels next to copied text, else 0
 CHAIN: Family = (1, 0, 0)
 
-MAX_LEVELS = 64
 FORGET = 0.995  # decay of a level's evidence, at each step that tests it
 IDLE_FORGET = 0.999  # its decay at each step that does not
 SKILL_FORGET = 0.97  # decay of a request's counts, at each of its steps
@@ -151,13 +151,13 @@ class _Learned:
     ``prior``: the prior's information."""
 
     prior: float
-    residual: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
-    information: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    residual: Floats = field(default_factory=lambda: np.zeros(MAX_NODES))
+    information: Floats = field(default_factory=lambda: np.zeros(MAX_NODES))
     seen: int = 0  # the last step that tested it
 
     def at(self, levels: int, above: float, step: int) -> Floats:
         """Return the log-odds of the first ``levels`` levels. ``above``: the prior mean of the first one."""
-        assert levels <= MAX_LEVELS
+        assert levels <= MAX_NODES
         kept = IDLE_FORGET ** (step - self.seen)
         residual, information = (kept * sums[:levels] for sums in (self.residual, self.information))
         found = np.empty(levels)
@@ -169,7 +169,7 @@ class _Learned:
         """Add a step's evidence: ``believed_S`` as ``at`` returned it, accepted levels minus those expected, and the
         variance of that number. ``FARTHEST`` limits Newton's method, which overshoots where many requests contradict
         near certainty."""
-        kept_S = np.full(MAX_LEVELS, IDLE_FORGET ** (step - self.seen))
+        kept_S = np.full(MAX_NODES, IDLE_FORGET ** (step - self.seen))
         levels = len(believed_S)
         kept_S[:levels] *= np.where(information_S > 0, FORGET / IDLE_FORGET, 1)
         self.residual *= kept_S

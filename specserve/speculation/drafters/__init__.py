@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from specserve.methods import method_of, named
+from specserve.methods import DraftSettings, named
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Drafter
-from specserve.speculation.drafters.config import DrafterConfig
 
 
-def load_drafter(config: DrafterConfig) -> Drafter:
+def load_drafter(draft: DraftSettings, target: LlamaModel) -> Drafter:
     """Load a method's drafter for a target. Raises ValueError naming what does not fit."""
-    method = method_of(config.name)
-    assert method is not None
-    drafter: Drafter = named(method.load)(config)
+    drafter: Drafter = named(draft.method.load)(draft, target)
     return drafter

@@ -10,7 +10,6 @@ Shapes: B slots, K tokens of a block, L levels, N nodes of a level, T target tok
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -20,55 +19,39 @@ from torch import Tensor
 from specserve.attention.base import Frontier
 from specserve.attention.paged import PagedAttend, store_projected
 from specserve.kv.pool import KVPool
-from specserve.kv.spec import HeadKV, KVSpec
+from specserve.kv.spec import KVSpec
 from specserve.layers.rotary import Rope
+from specserve.methods import DraftSettings
 from specserve.models.draft.block import BlockHead
 from specserve.models.draft.block_source import load_block
-from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.config import DrafterConfig
+from specserve.models.draft.vocabulary import VocabMap
+from specserve.models.llama import LlamaModel
+from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.expand import expand, for_nodes
-from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
-log = logging.getLogger(__name__)
 
+class BlockDrafter(Drafter):
+    """Runs a ``BlockHead``, whose layers are the pool's from ``layer`` on."""
 
-class BlockDrafter(FixedTokens):
-    """Runs a ``BlockHead`` as pool layers from ``layer`` on."""
-
-    def __init__(
-        self, name: str, head: BlockHead, layer: int, dtype: torch.dtype, vocab: VocabMap | None
-    ) -> None:
+    def __init__(self, name: str, head: BlockHead, layer: int, vocab: VocabMap | None) -> None:
         self.name = name
         config = head.config
         self.needs = DrafterNeeds(
             config.taps, last_layer=layer in config.taps
-        )  # its own layers follow the target's
-        entry = HeadKV(config.layer.num_kv_heads, config.layer.head_dim, dtype)
-        self.kv: Sequence[KVSpec] = [entry] * config.num_layers
-        self.vocab_size = config.draft_vocab_size
+        )  # its layers follow the target's
+        self.kv: Sequence[KVSpec] = [config.layer.kv(head.dtype)] * config.num_layers
+        self.vocab_size = head.vocab_size
         self._head = head
         self._layer = layer
         self._vocab = vocab
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> BlockDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> BlockDrafter:
         """Load the draft. Raises ValueError for one that does not fit."""
-        head, ids, notes = load_block(
-            config.path,
-            config.name,
-            config.target,
-            config.layer,
-            config.max_positions,
-            config.dtype,
-            config.quantization,
-            config.overrides,
-        )
-        for note in notes:
-            log.info("%s", note)
-        size = config.target.config.vocab_size
-        vocab = None if ids is None else VocabMap.of(ids.to(config.target.device), size)
-        return cls(config.name, head, config.layer, config.dtype, vocab)
+        loaded = load_block(draft, target)
+        return cls(draft.name, loaded.module, target.config.num_layers, loaded.vocab)
 
     def scratch(self, shape: StepShape) -> int:
         return self._head.config.block_size

@@ -20,9 +20,10 @@ from torch import Tensor
 from specserve.attention.base import Nodes, Plan
 from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
-from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, View
+from specserve.models.draft.vocabulary import VocabMap
+from specserve.speculation.context import Context, Drafter, View
 from specserve.speculation.expand import expand_levels
-from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 CATCH_UP, MOST_ROWS = 8, 128
@@ -48,12 +49,16 @@ class Window:
     end_B: Tensor  # where the cache ends after this pass, and masks begin
 
 
-class CatchUpDrafter(FixedTokens):
-    """A drafter whose layers are the pool's from ``_layer`` on. Subclasses run them."""
+class CatchUpDrafter(Drafter):
+    """A drafter whose layers are the pool's from ``_layer`` on. Subclasses run them. ``_reached_R``: the length of its
+    cache, for each slot."""
 
-    needs: DrafterNeeds
     _layer: int
     _vocab: VocabMap | None
+    _reached_R: Tensor
+
+    def allocate(self, rows: int, device: torch.device) -> None:
+        self._reached_R = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
         """Run a pass. Return each row's state, which ``_scores`` reads."""
@@ -72,11 +77,11 @@ class CatchUpDrafter(FixedTokens):
         row_SB = torch.arange(shape.levels, device=window.root_B.device)[:, None] + window.root_B
         logits_SBV = self._scores(hidden_TH[row_SB.flatten()]).unflatten(0, row_SB.shape)
         pool = expand_levels(context, view, shape, sampling, self._vocab, logits_SBV.transpose(0, 1))
-        return self._proposed(context, view, window, pool)
+        return self._proposed(view, window, pool)
 
-    def _proposed(self, context: Context, view: View, window: Window, pool: Pool) -> Pool:
+    def _proposed(self, view: View, window: Window, pool: Pool) -> Pool:
         """Note how far the cache goes, and propose nothing where that is not up to the root."""
-        self._reached(context)[view.slots.rows_B] = window.end_B
+        self._reached_R[view.slots.rows_B] = window.end_B
         return replace(pool, scores_BP=pool.scores_BP.masked_fill(~window.live_B[:, None], -torch.inf))
 
     def _window(
@@ -84,7 +89,7 @@ class CatchUpDrafter(FixedTokens):
     ) -> Window:
         """``masks`` rows of ``mask_token`` follow each slot's tokens."""
         slots, size = view.slots, max(shape.depth + 1, min(CATCH_UP, MOST_ROWS // shape.slots))
-        reached_B = torch.minimum(self._reached(context)[slots.rows_B], slots.length_B)
+        reached_B = torch.minimum(self._reached_R[slots.rows_B], slots.length_B)
         reached_B = reached_B.clamp(min=self.needs.kv_start)
         end_B = torch.minimum(reached_B + size, slots.length_B + 1)
         max_kv = view.max_length + 1 + masks
@@ -134,8 +139,3 @@ class CatchUpDrafter(FixedTokens):
 
     def _attend(self, context: Context, plan: Plan, page_T: Tensor, offset_T: Tensor) -> PagedAttend:
         return PagedAttend(context.pool, plan, page_T, offset_T, self._layer)
-
-    def _reached(self, context: Context) -> Tensor:
-        reached_R = context.state.reached
-        assert reached_R is not None
-        return reached_R

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from specserve_kernels import Accepted, Level, Pool, address, store_page_features
@@ -17,18 +16,20 @@ from torch import Tensor
 
 from specserve.attention.paged import store_projected
 from specserve.kv.pool import KVPool
-from specserve.kv.spec import HeadKV, KVSpec
-from specserve.layers.linear import pack_linears
+from specserve.kv.spec import KVSpec
 from specserve.layers.rotary import Rope
+from specserve.methods import DraftSettings, MapPlan
+from specserve.models.draft.eagle_family import Head, load_head
 from specserve.models.draft.head import LayerHead
-from specserve.models.draft.load import LoadedDraft, load_draft
+from specserve.models.draft.reader import Reading
 from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
+from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.llama import LlamaModel
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.dynamic_map import DynamicMap, MapPlan
+from specserve.models.special_tokens import special_tokens
+from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.expand import attend_level, expand
-from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 log = logging.getLogger(__name__)
@@ -50,14 +51,13 @@ class Vocabulary:
         self.vocab.exchange(self.ids_O[rows_R])
 
 
-class EagleDrafter:
-    """Drafts with any ``LayerHead``: heads differ, drafting does not."""
+class EagleDrafter(Drafter):
+    """Drafts with any ``LayerHead``, whose layer is the pool's layer ``layer``: heads differ, drafting does not."""
 
-    def __init__(
-        self, name: str, head: LayerHead, layer: int, dtype: torch.dtype, vocabulary: Vocabulary
-    ) -> None:
+    def __init__(self, name: str, head: LayerHead, layer: int, vocabulary: Vocabulary) -> None:
         self.name = name
         self.vocab = vocabulary.vocab
+        self.vocab_size = head.vocab_size if self.vocab is None else len(self.vocab.ids)
         self.dynamic_map = vocabulary.dynamic_map
         self.vocabulary = vocabulary
         self.head = head
@@ -65,31 +65,20 @@ class EagleDrafter:
         own, taps = head.config.layer, head.config.taps
         last = not taps or taps[-1] == layer  # the index of its own layer is the target's number of layers
         self.needs = DrafterNeeds(taps, last, own.hidden_size)
-        self.kv: Sequence[KVSpec] = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
+        self.kv: Sequence[KVSpec] = [own.kv(head.dtype)]
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> EagleDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> EagleDrafter:
         """Load the head. Raises ValueError for one that does not fit."""
-        loaded = load_draft(
-            config.path,
-            config.name,
-            config.target,
-            config.layer,
-            config.max_positions,
-            config.dtype,
-            config.overrides,
-        )
-        for note in loaded.notes:
-            log.info("%s", note)
-        # Before quantization: it may take rows of the unquantized head.
-        vocabulary = _vocabulary(loaded, config.token_map, config.target)
-        loaded.head.quantize(config.quantization)
-        pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads its rows
-        return cls(config.name, loaded.head, config.layer, config.dtype, vocabulary)
+        found: Vocabulary | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        return self.head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
+        def restrict(reading: Reading, head: Head) -> None:
+            """Done before quantization, because it may take rows of the head."""
+            nonlocal found
+            found = _vocabulary(reading, head, draft, target)
+
+        loaded = load_head(draft, target, restrict)
+        return cls(draft.name, loaded.module, target.config.num_layers, found or Vocabulary(loaded.vocab))
 
     def set_rows(self, rows_R: Tensor) -> None:
         self.vocabulary.set_rows(rows_R)
@@ -157,30 +146,33 @@ class EagleDrafter:
         store_projected(pool, self._layer, kv_N, Rope(self.head.rope_P2D, positions_N), *where)
 
 
-def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: LlamaModel) -> Vocabulary:
-    if isinstance(token_map, MapPlan):
-        return _follow(loaded, token_map, target)
-    ids = loaded.ids if token_map is None else _truncate(loaded.head, token_map, target)
-    return Vocabulary(None if ids is None else VocabMap.of(ids.to(target.device), target.config.vocab_size))
+def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: LlamaModel) -> Vocabulary | None:
+    """Return the vocabulary that a token map gives a head; None without a map."""
+    if draft.token_map is None:
+        return None
+    if isinstance(draft.token_map, MapPlan):
+        return _follow(reading.ids, head, draft, draft.token_map, target)
+    size = target.config.vocab_size
+    # In ascending order: the file's does not matter, and neighbouring rows are read together.
+    ids = read_named_map("--speculative-token-map", draft.token_map, size).sort().values.to(target.device)
+    truncate(head, target.lm_head, ids)
+    log.info("the draft reads %d of the head's %d rows: %s", len(ids), size, draft.token_map)
+    return Vocabulary(VocabMap.of(ids, size))
 
 
-def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
+def _follow(
+    ids_O: Tensor | None, head: Head, draft: DraftSettings, plan: MapPlan, target: LlamaModel
+) -> Vocabulary:
     """Make the head draft what a dynamic map chooses from the tokens that it scores."""
     size, device = target.config.vocab_size, target.device
-    ids_O = torch.arange(size) if loaded.ids is None else loaded.ids
-    dynamic_map = DynamicMap(plan, ids_O.numpy(), size)
+    ids_O = torch.arange(size) if ids_O is None else ids_O
+    flag = "--speculative-token-map-start"
+    start = read_named_map(flag, plan.start, size).tolist() if plan.start else []
+    assert draft.tokenizer is not None
+    kept = special_tokens(draft.tokenizer, target.config)
+    dynamic_map = DynamicMap(plan, ids_O.numpy(), size, start, kept)
     ids_O = ids_O.to(device)
     rows_R = torch.from_numpy(dynamic_map.rows_R).to(device)
-    rows = score_by(loaded.head, rows_R)
+    rows = score_by(head, rows_R)
     log.info("the draft reads %d of its %d rows, chosen by a dynamic map", len(rows_R), len(ids_O))
     return Vocabulary(VocabMap.of(ids_O[rows_R], size), dynamic_map, rows, ids_O)
-
-
-def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:
-    """Make ``head`` draft only the map's tokens, and return their ids in ascending order: the file's order does not
-    matter, and neighbouring rows are read together."""
-    ids = read_named_map("--speculative-token-map", token_map, target.config.vocab_size)
-    ids = ids.sort().values.to(target.device)
-    truncate(head, target.lm_head, ids)
-    log.info("the draft reads %d of the head's %d rows: %s", len(ids), target.config.vocab_size, token_map)
-    return ids

@@ -14,10 +14,10 @@ import torch
 from specserve_kernels import Level, Pool
 from torch import Tensor
 
-from specserve.models.draft.hydra import HydraHeads, HydraLayer, HydraSource, open_hydra
+from specserve.methods import DraftSettings
+from specserve.models.draft.hydra import HydraHeads, HydraLayer, open_hydra
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
-from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.eagle import EagleDrafter, Vocabulary
 from specserve.speculation.drafters.recurrent import RecurrentDrafter, load_network
 from specserve.speculation.expand import attend_level, expand
@@ -25,23 +25,19 @@ from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 
-def load_hydra(config: DrafterConfig) -> HydraDrafter | RecurrentDrafter:
+def load_hydra(draft: DraftSettings, target: LlamaModel) -> HydraDrafter | RecurrentDrafter:
     """Load the heads, and their layer if they have one. Raises ValueError for heads that do not fit."""
-
-    def make(source: HydraSource, target: LlamaModel) -> HydraHeads:
-        return HydraHeads(source, target, config.layer, config.max_positions)
-
-    heads = load_network(config, open_hydra, make)
+    heads = load_network(draft, target, open_hydra, HydraHeads)
     if heads.layer is None:
-        return RecurrentDrafter(config, heads)
-    return HydraDrafter(config, heads, heads.layer)
+        return RecurrentDrafter(draft.name, heads, target.config.hidden_size)
+    return HydraDrafter(draft.name, heads, heads.layer, target.config.num_layers)
 
 
 class HydraDrafter(EagleDrafter):
     """Runs the layer and the heads of Hydra++."""
 
-    def __init__(self, config: DrafterConfig, heads: HydraHeads, layer: HydraLayer) -> None:
-        super().__init__(config.name, layer, config.layer, config.dtype, Vocabulary(None))
+    def __init__(self, name: str, heads: HydraHeads, head: HydraLayer, layer: int) -> None:
+        super().__init__(name, head, layer, Vocabulary(None))
         self._heads = heads
 
     def scratch(self, shape: StepShape) -> int:

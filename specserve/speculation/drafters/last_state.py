@@ -8,27 +8,19 @@ Shapes: B slots, T target tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from specserve_kernels import Accepted
 from torch import Tensor
 
-from specserve.kv.spec import KVSpec
-from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
-from specserve.speculation.shape import StepShape
+from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 
 
-class LastStateDrafter(FixedTokens):
-    """A subclass loads heads and implements ``propose``."""
+class LastStateDrafter(Drafter):
+    """A subclass implements ``propose``."""
 
-    kv: Sequence[KVSpec] = ()
-
-    def __init__(self, name: str, hidden_size: int) -> None:
+    def __init__(self, name: str, hidden_size: int, vocab_size: int) -> None:
         self.name = name
         self.needs = DrafterNeeds(feature_size=hidden_size)
-
-    def scratch(self, shape: StepShape) -> int:
-        return 0
+        self.vocab_size = vocab_size
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         context.state.slots.feature[view.slots.rows_B] = prompts.last_BH

@@ -12,6 +12,7 @@ state rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -20,34 +21,54 @@ from specserve_kernels import Accepted, Pool, Tree
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve.methods import Lookahead
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.config import DrafterConfig
+from specserve.methods import DraftSettings, Lookahead
+from specserve.models.llama import LlamaModel
+from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.ngram import NgramDrafter, best_of, predicted, scores_of
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import NGRAMS, LookaheadTable
 
+NGRAMS = 4096  # of each slot's pool
 CONSIDERED = 8  # n-grams considered for each one that is verified, since many are repetitions
 
 
+@dataclass(frozen=True, slots=True)
+class LookaheadTable:
+    """The windows of lookahead decoding, the oldest generation first, and the latest P n-grams, each of N tokens. The
+    n-gram added as number n is at place n modulo P; prefill has filled all places. -1: no token."""
+
+    window_RGW: Tensor  # int64
+    ngrams_RNP: Tensor  # int32
+    added_R: Tensor  # int64, n-grams added since prefill
+
+    @classmethod
+    def empty(cls, rows: int, sizes: Lookahead, device: torch.device) -> LookaheadTable:
+        window_RGW = torch.zeros(rows, sizes.generations, sizes.window, dtype=torch.int64, device=device)
+        ngrams_RNP = torch.full((rows, sizes.ngram, NGRAMS), -1, dtype=torch.int32, device=device)
+        return cls(window_RGW, ngrams_RNP, torch.zeros(rows, dtype=torch.int64, device=device))
+
+
 class LookaheadDrafter(NgramDrafter):
-    """Keeps its windows and n-grams in the state's table."""
+    """Its table has the slots' windows and n-grams."""
+
+    table: LookaheadTable
 
     def __init__(self, name: str, vocab_size: int, sizes: Lookahead) -> None:
         super().__init__(name, vocab_size)
-        self.needs = DrafterNeeds(lookahead=sizes)
         self._sizes = sizes
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> LookaheadDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> LookaheadDrafter:
         """Return a drafter for the target's vocabulary; there are no files to read."""
-        assert config.lookahead is not None
-        return cls(config.name, config.target.config.vocab_size, config.lookahead)
+        assert draft.drafts.lookahead is not None
+        return cls(draft.name, target.config.vocab_size, draft.drafts.lookahead)
+
+    def allocate(self, rows: int, device: torch.device) -> None:
+        self.table = LookaheadTable.empty(rows, self._sizes, device)
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Begin anew: the pool holds the text's last n-grams, the window the text's end."""
-        sizes, table, rows_B = self._sizes, _table(context), view.slots.rows_B
+        sizes, table, rows_B = self._sizes, self.table, view.slots.rows_B
         ahead_X = torch.arange(-NGRAMS - sizes.generations + 1, 1, device=rows_B.device)
         token_BX = _read(context, rows_B, prompts.end_B[:, None] + ahead_X)
         table.ngrams_RNP[rows_B] = token_BX.unfold(1, sizes.ngram, 1).transpose(1, 2)
@@ -58,7 +79,7 @@ class LookaheadDrafter(NgramDrafter):
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         rows_B, entries = view.slots.rows_B, _entries(self._sizes, view.slots.rows_B.device)
         guess_BQD, score_BQD = self._guesses(context, view, entries)
-        window_BF = _table(context).window_RGW[rows_B].flatten(1)[:, 1:]
+        window_BF = self.table.window_RGW[rows_B].flatten(1)[:, 1:]
         first_B1 = self._windowed(context, view, shape)[:, None].to(score_BQD.dtype).log()  # 0 or -inf
         token_BE = torch.cat([window_BF, guess_BQD.flatten(1)], 1)
         score_BE = torch.cat([first_B1.expand_as(window_BF), score_BQD.flatten(1)], 1)
@@ -87,7 +108,7 @@ class LookaheadDrafter(NgramDrafter):
     def _guesses(self, context: Context, view: View, entries: _Entries) -> tuple[Tensor, Tensor]:
         """Return what follows the root in the latest different n-grams that begin with it, and the cumulative
         log-probabilities ``[B, Q, D]``, -inf: none. The best comes first. A predicted text is one more n-gram."""
-        sizes, table, rows_B = self._sizes, _table(context), view.slots.rows_B
+        sizes, table, rows_B = self._sizes, self.table, view.slots.rows_B
         age_BP = (torch.arange(NGRAMS, device=rows_B.device) - table.added_R[rows_B][:, None]) % NGRAMS
         begins_BP = table.ngrams_RNP[rows_B, 0] == view.slots.root_B[:, None]
         found_BK, place_BK = age_BP.where(begins_BP, -1).topk(CONSIDERED * sizes.guesses)
@@ -109,7 +130,7 @@ class LookaheadDrafter(NgramDrafter):
         """Add the n-grams of the emitted tokens and, where the tree had the window, those of its columns."""
         assert states.nodes is not None
         tree, chosen_T = states.nodes
-        sizes, table, root_B = self._sizes, _table(context), tree.q_start[:-1]
+        sizes, table, root_B = self._sizes, self.table, tree.q_start[:-1]
         rows_B = tree.rows_T[root_B]
         before_D = torch.arange(1 - sizes.generations, 1, device=rows_B.device)
         before_BD = _read(context, rows_B, tree.position_T[root_B][:, None] + before_D)
@@ -179,11 +200,6 @@ def _entries(sizes: Lookahead, device: torch.device) -> _Entries:
     matched_QD = torch.arange(1, sizes.ngram).expand(sizes.guesses, -1)
     scores_QD = scores_of(matched_QD[None], torch.float64)[0].to(device)
     return _Entries(scores_QD, *(torch.tensor(each, device=device) for each in (*rows, *tables)))
-
-
-def _table(context: Context) -> LookaheadTable:
-    assert context.state.lookahead is not None
-    return context.state.lookahead
 
 
 def _read(context: Context, rows_B: Tensor, place_BX: Tensor) -> Tensor:

@@ -9,44 +9,35 @@ Shapes: B slots, L levels, T target tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import logging
-
 from specserve_kernels import Pool
 
-from specserve.models.draft.medusa import MedusaHeads, load_medusa
+from specserve.methods import DraftSettings
+from specserve.models.draft.fields import check_kind
+from specserve.models.draft.load import LoadedDraft, load_draft
+from specserve.models.draft.medusa import MedusaHeads, heads_of, open_medusa
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
-from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.last_state import LastStateDrafter
 from specserve.speculation.expand import expand_levels
-from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
-
-log = logging.getLogger(__name__)
 
 
 class MedusaDrafter(LastStateDrafter):
     """Runs ``MedusaHeads``, one for each level."""
 
-    def __init__(self, name: str, heads: MedusaHeads, hidden_size: int, vocab: VocabMap | None) -> None:
-        super().__init__(name, hidden_size)
-        self.heads = heads
-        self._vocab = vocab
+    def __init__(self, name: str, loaded: LoadedDraft[MedusaHeads], hidden_size: int) -> None:
+        self.heads = loaded.module
+        super().__init__(name, hidden_size, self.heads.vocab_size)
+        self._vocab = loaded.vocab
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> MedusaDrafter:
-        """Load the heads. Raises ValueError for heads that do not fit."""
-        heads, ids, notes = load_medusa(
-            config.path, config.target, config.dtype, config.quantization, config.overrides
-        )
-        for note in notes:
-            log.info("%s", note)
-        size = config.target.config.vocab_size
-        vocab = None if ids is None else VocabMap.of(ids.to(config.target.device), size)
-        return cls(config.name, heads, config.target.config.hidden_size, vocab)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.heads.vocab_size
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> MedusaDrafter:
+        """Load the heads. Raises ValueError for heads that do not fit, and for any override."""
+        check_kind(draft.config_override, draft.name)
+        source, size = open_medusa(draft.path), target.config.vocab_size
+        loaded = load_draft(draft, target, source, heads_of, source.ids(size))
+        return cls(draft.name, loaded, target.config.hidden_size)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         hidden_BH = context.state.slots.feature[view.slots.rows_B]

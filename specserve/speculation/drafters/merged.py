@@ -10,45 +10,52 @@ Shapes: B slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from specserve_kernels import Accepted, Pool, merge_pools
+import torch
+from specserve_kernels import Accepted, Pool, Sources, Tree, merge_pools, observe_source
 from torch import Tensor
 
-from specserve.methods import parts_of
+from specserve.methods import DraftSettings, parts_of
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, Drafter, PromptTokens, TargetStates, View
 from specserve.speculation.drafters import load_drafter
-from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
+from specserve.speculation.state import Continuation
 
 
-class MergedDrafter:
-    """Runs ``model`` for the shape's levels and ``lookup``, which keeps no state, for the copied levels."""
+class MergedDrafter(Drafter):
+    """Runs ``model`` for the shape's levels and ``lookup``, which has no layers, for the copied levels. ``trust``: the
+    weights of the two, for each slot."""
+
+    trust: Sources
 
     def __init__(self, name: str, model: Drafter, lookup: Drafter) -> None:
         self.name = name
-        self.needs = replace(
-            model.needs, sources=(model.name, lookup.name), continuation=lookup.needs.continuation
-        )
-        self.kv = model.kv
+        self.needs, self.kv, self.vocab_size = model.needs, model.kv, model.vocab_size
+        self.dynamic_map = model.dynamic_map
+        self.continuation = lookup.continuation
+        self.sources = (model.name, lookup.name)
         self._model = model
         self._lookup = lookup
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> MergedDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> MergedDrafter:
         """Load both. Raises ValueError for a head that does not fit."""
-        model, lookup = (load_drafter(replace(config, name=part)) for part in parts_of(config.name))
-        return cls(config.name, model, lookup)
+        model, lookup = (load_drafter(replace(draft, name=part), target) for part in parts_of(draft.name))
+        return cls(draft.name, model, lookup)
 
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
+    def allocate(self, rows: int, device: torch.device) -> None:
+        self.trust = Sources.empty(rows, len(self.sources), device)
+        for drafter in (self._model, self._lookup):
+            drafter.allocate(rows, device)
 
-    @property
-    def dynamic_map(self) -> DynamicMap | None:
-        return self._model.dynamic_map
+    def admit(self, rows_N: Tensor) -> None:
+        self.trust.begin(rows_N)
+        for drafter in (self._model, self._lookup):
+            drafter.admit(rows_N)
 
     def scratch(self, shape: StepShape) -> int:
         return self._model.scratch(shape)
@@ -56,17 +63,27 @@ class MergedDrafter:
     def set_rows(self, rows_R: Tensor) -> None:
         self._model.set_rows(rows_R)
 
+    def set_continuations(self, continuations: Sequence[Continuation]) -> None:
+        self._lookup.set_continuations(continuations)
+
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         self._model.prefill(context, view, prompts, states)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        sources = context.state.sources
-        assert sources is not None and shape.copied
+        assert shape.copied
         own = self._model.propose(context, view, shape, sampling)
         text = self._lookup.propose(context, view, replace(shape, levels=shape.copied), sampling)
-        model_B1, lookup_B1 = sources.weight_RN[view.slots.rows_B].to(own.scores_BP.dtype).split(1, dim=1)
+        weight_B2 = self.trust.weight_RN[view.slots.rows_B].to(own.scores_BP.dtype)
+        model_B1, lookup_B1 = weight_B2.split(1, dim=1)
         weighed = replace(text, scores_BP=text.scores_BP * (lookup_B1 / model_B1))
         return replace(merge_pools(own, weighed), parts=(own, text))
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
         return self._model.commit(context, accepted, states)
+
+    def observe(self, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
+        if not tree.parts:
+            return None
+        emitted = view.slots.rows_B, accepted.token_BS, accepted.count_B
+        found = [observe_source(pool, self.trust, i, *emitted) for i, pool in enumerate(tree.parts)]
+        return torch.cat(found, dim=1)

@@ -8,41 +8,30 @@ Shapes: B slots, K continuations, S levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from specserve_kernels import Accepted, Pool, Prediction, find_continuations
+from specserve_kernels import Pool, Prediction, find_continuations
 from torch import Tensor
 
-from specserve.kv.spec import KVSpec
-from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.config import DrafterConfig
+from specserve.methods import DraftSettings
+from specserve.models.llama import LlamaModel
+from specserve.speculation.context import Context, Drafter, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 DOUBT = 0.5  # probability that a token is wrong after a match of one token; divided by n after n
 
 
-class NgramDrafter(FixedTokens):
+class NgramDrafter(Drafter):
     """Proposes what followed the longest match of the text's end; ties go to the latest match."""
-
-    needs = DrafterNeeds()
-    kv: Sequence[KVSpec] = ()
 
     def __init__(self, name: str, vocab_size: int) -> None:
         self.name = name
         self.vocab_size = vocab_size
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> NgramDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> NgramDrafter:
         """Return a drafter for the target's vocabulary; there are no files to read."""
-        return cls(config.name, config.target.config.vocab_size)
-
-    def scratch(self, shape: StepShape) -> int:
-        return 0
-
-    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """Do nothing: the state's table has the text."""
+        return cls(draft.name, target.config.vocab_size)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return Pool.of_branches(*self.branches(context, view, shape.branching, shape.levels))
@@ -66,9 +55,6 @@ class NgramDrafter(FixedTokens):
         return best_of(
             torch.cat([given_BS[:, None], token_BKS], 1), torch.cat([trust_BS[:, None], score_BKS], 1), count
         )
-
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        return None
 
 
 def scores_of(matched_BKS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,6 @@ Shapes: B slots, T target tokens or rows of a pass, X rows of features, H draft 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -23,58 +22,39 @@ from specserve_kernels import Accepted, Pool, address
 from torch import Tensor
 
 from specserve.kv.pool import KVPool
-from specserve.kv.spec import HeadKV, KVSpec
-from specserve.layers.linear import pack_linears
-from specserve.models.draft.load import load_draft
+from specserve.kv.spec import KVSpec
+from specserve.methods import DraftSettings
+from specserve.models.draft.eagle_family import load_head
 from specserve.models.draft.p_eagle import MOST_LEVELS, PEagleHead
+from specserve.models.draft.vocabulary import VocabMap
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.catch_up import CatchUpDrafter, Rows, Window
-from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
-
-log = logging.getLogger(__name__)
 
 
 class PEagleDrafter(CatchUpDrafter):
-    """Runs a ``PEagleHead`` as pool layers from ``layer`` on."""
+    """Runs a ``PEagleHead``, whose layers are the pool's from ``layer`` on."""
 
-    def __init__(
-        self, name: str, head: PEagleHead, layer: int, dtype: torch.dtype, vocab: VocabMap | None
-    ) -> None:
+    def __init__(self, name: str, head: PEagleHead, layer: int, vocab: VocabMap | None) -> None:
         self.name = name
         own, taps = head.config.layer, head.config.taps
-        self.needs = DrafterNeeds(
-            taps,
-            last_layer=not taps
-            or taps[-1] == layer,  # the index of its first layer is the target's number of layers
-            reaches=True,
-            token_feature_size=own.hidden_size,
-            kv_start=1,
-        )
-        entry = HeadKV(own.num_kv_heads, own.head_dim, dtype)
-        self.kv: Sequence[KVSpec] = [entry] * head.config.num_layers
-        self.vocab_size = head.config.draft_vocab_size
+        last = not taps or taps[-1] == layer  # the index of its first layer is the target's number of layers
+        self.needs = DrafterNeeds(taps, last, token_feature_size=own.hidden_size, kv_start=1)
+        self.kv: Sequence[KVSpec] = [own.kv(head.dtype)] * head.config.num_layers
+        self.vocab_size = head.vocab_size
         self.head = head
         self._mask_1H = head.mask_feature()
         self._layer = layer
         self._vocab = vocab
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> PEagleDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> PEagleDrafter:
         """Load the head. Raises ValueError for one that does not fit."""
-        target = config.target
-        loaded = load_draft(
-            config.path, config.name, target, 0, config.max_positions, config.dtype, config.overrides
-        )
-        for note in loaded.notes:
-            log.info("%s", note)
-        head, ids = loaded.head, loaded.ids
-        assert isinstance(head, PEagleHead)
-        head.quantize(config.quantization)
-        pack_linears(head)
-        vocab = None if ids is None else VocabMap.of(ids.to(target.device), target.config.vocab_size)
-        return cls(config.name, head, config.layer, config.dtype, vocab)
+        loaded = load_head(draft, target)
+        assert isinstance(loaded.module, PEagleHead)
+        return cls(draft.name, loaded.module, target.config.num_layers, loaded.vocab)
 
     def scratch(self, shape: StepShape) -> int:
         """Return the number of entries: the root's, then one for each mask."""
@@ -92,7 +72,7 @@ class PEagleDrafter(CatchUpDrafter):
         before_XH[prompts.q_start[:-1]] = _features_before(pool, slots.pages_BM, slots.length_B)
         attend = self._attend(context, prompts.plan, prompts.page_T, prompts.offset_T)
         self.head(prompts.token_T, before_XH[:-1], prompts.position_T, attend)
-        self._reached(context)[slots.rows_B] = prompts.end_B
+        self._reached_R[slots.rows_B] = prompts.end_B
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return self._propose_levels(context, view, shape, sampling, self.head.config.mask_id)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from specserve_kernels import Pool
 
+from specserve.methods import DraftSettings
 from specserve.models.draft.pard import read_mask
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
-from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.standalone import StandaloneDrafter
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -22,10 +23,10 @@ class PardDrafter(StandaloneDrafter):
     mask: int
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> PardDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> PardDrafter:
         """Load the model. Raises ValueError for one that does not fit or has no mask token."""
-        mask = read_mask(config.path)
-        drafter = super().load(config)
+        mask = read_mask(draft.path)
+        drafter = super().load(draft, target)
         assert isinstance(drafter, PardDrafter)
         drafter.mask = mask
         return drafter

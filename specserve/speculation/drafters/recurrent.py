@@ -10,30 +10,29 @@ Shapes: N nodes of a level, X rows of states, H their size, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from specserve_kernels import Level, Pool
-from torch import Tensor, nn
+from torch import Tensor
 
-from specserve.layers.linear import pack_linears, quantize_linears
-from specserve.models.checkpoint import building, file_tensors, load_parameters
-from specserve.models.draft.arctic_lstm import ArcticLSTM, ArcticSource, open_arctic
+from specserve.methods import DraftSettings
+from specserve.models.draft.arctic_lstm import ArcticLSTM, open_arctic
 from specserve.models.draft.fields import check_kind
-from specserve.models.draft.hydra import HydraSource
-from specserve.models.draft.mlp_speculator import MLPSpeculator, SpeculatorSource, open_speculator
-from specserve.models.draft.redrafter import ReDrafter, ReDrafterSource, open_redrafter
+from specserve.models.draft.load import DraftModule, DraftSource, load_draft
+from specserve.models.draft.mlp_speculator import open_speculator, speculator_of
+from specserve.models.draft.redrafter import ReDrafter, open_redrafter
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
-from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.last_state import LastStateDrafter
 from specserve.speculation.expand import expand
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
-log = logging.getLogger(__name__)
+S = TypeVar("S", bound=DraftSource)
+M = TypeVar("M", bound=DraftModule)
 
 
 class Network(Protocol):
@@ -51,20 +50,12 @@ class Network(Protocol):
         ...
 
 
-S = TypeVar("S", bound=SpeculatorSource | ArcticSource | ReDrafterSource | HydraSource)
-M = TypeVar("M", bound=nn.Module)
-
-
 class RecurrentDrafter(LastStateDrafter):
     """Runs a ``Network``."""
 
-    def __init__(self, config: DrafterConfig, network: Network) -> None:
-        super().__init__(config.name, config.target.config.hidden_size)
+    def __init__(self, name: str, network: Network, hidden_size: int) -> None:
+        super().__init__(name, hidden_size, network.vocab_size)
         self._network = network
-
-    @property
-    def vocab_size(self) -> int:
-        return self._network.vocab_size
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         states_XH = context.state.slots.feature
@@ -77,37 +68,28 @@ class RecurrentDrafter(LastStateDrafter):
         return expand(context, view, shape, sampling, None, forward)
 
 
-def load_mlp_speculator(config: DrafterConfig) -> RecurrentDrafter:
-    """Load one of IBM's speculators, a layer for each level. Raises ValueError for one that does not fit."""
-    return RecurrentDrafter(
-        config,
-        load_network(config, open_speculator, lambda source, target: MLPSpeculator(source.config, target)),
-    )
-
-
-def load_arctic_lstm(config: DrafterConfig) -> RecurrentDrafter:
-    """Load one of Snowflake's speculators, at most as deep as it was trained to draft. Raises ValueError likewise."""
-    return RecurrentDrafter(config, load_network(config, open_arctic, ArcticLSTM))
-
-
-def load_redrafter(config: DrafterConfig) -> RecurrentDrafter:
-    """Load one of Apple's drafters, of any depth. Raises ValueError likewise."""
-    return RecurrentDrafter(config, load_network(config, open_redrafter, ReDrafter))
-
-
 def load_network(
-    config: DrafterConfig, open_source: Callable[[Path], S], make: Callable[[S, LlamaModel], M]
+    draft: DraftSettings,
+    target: LlamaModel,
+    open_source: Callable[[Path], S],
+    make: Callable[[S, LlamaModel], M],
 ) -> M:
-    """Make the module of a checkpoint, load it and log the choices made. Raises ValueError naming the file, the tensor
-    and what is expected if it does not fit the target, and for any override, whose fields it does not have."""
-    check_kind(config.overrides, config.name)
-    source = open_source(config.path)
-    with building(config.dtype, config.target.device):
-        module = make(source, config.target)
-    load_parameters(module, source.files, source.stored)
-    source.note_unread(list(file_tensors(module)))
-    for note in source.notes:
-        log.info("%s", note)
-    quantize_linears(module, config.quantization)
-    pack_linears(module, keep=["qkv_proj"])  # a decoder layer's, of which ``project_kv`` reads rows
-    return module
+    """Load the module of a checkpoint. Raises ValueError naming the file, the tensor and what is expected if it does
+    not fit the target, and for any override, whose fields it does not have."""
+    check_kind(draft.config_override, draft.name)
+    return load_draft(draft, target, open_source(draft.path), make).module
+
+
+def _load(
+    draft: DraftSettings,
+    target: LlamaModel,
+    open_source: Callable[[Path], S],
+    make: Callable[[S, LlamaModel], Any],
+) -> RecurrentDrafter:
+    network = load_network(draft, target, open_source, make)
+    return RecurrentDrafter(draft.name, network, target.config.hidden_size)
+
+
+load_mlp_speculator = partial(_load, open_source=open_speculator, make=speculator_of)
+load_arctic_lstm = partial(_load, open_source=open_arctic, make=ArcticLSTM)
+load_redrafter = partial(_load, open_source=open_redrafter, make=ReDrafter)

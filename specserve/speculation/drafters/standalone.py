@@ -12,78 +12,65 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
-from specserve_kernels import Accepted, Level, Pool
+from specserve_kernels import Level, Pool
 from torch import Tensor
 
-from specserve.kv.spec import HeadKV, KVSpec
+from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
 from specserve.layers.linear import PLAIN, pack_linears, quantize_linears
+from specserve.methods import DraftSettings
 from specserve.models.checkpoint import load_target
 from specserve.models.config import read_json
 from specserve.models.draft.fields import refuse_overrides
-from specserve.models.draft.vocabulary import shared_tokens
+from specserve.models.draft.vocabulary import VocabMap, shared_tokens
 from specserve.models.llama import LlamaModel
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.catch_up import CatchUpDrafter, Window
-from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.expand import attend_level, expand
-from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 log = logging.getLogger(__name__)
 
 
-class Vocabulary(NamedTuple):
-    """The tokens that both models have: the first ``size``. ``map`` None: all of the target's."""
-
-    size: int
-    map: VocabMap | None
-
-
 class StandaloneDrafter(CatchUpDrafter):
-    """Runs ``model``, whose first layer is the pool's layer ``layer``."""
+    """Runs ``model``, whose first layer is the pool's layer ``layer``. ``shared``: the tokens that both models have are
+    the first so many of ``vocab_size`` of the target's."""
 
-    def __init__(
-        self, name: str, model: LlamaModel, layer: int, dtype: torch.dtype, vocab: Vocabulary
-    ) -> None:
+    def __init__(self, name: str, model: LlamaModel, layer: int, shared: int, vocab_size: int) -> None:
         self.name = name
-        self.needs = DrafterNeeds(reaches=True)
-        self.kv: Sequence[KVSpec] = [
-            HeadKV(each.num_kv_heads, each.head_dim, dtype) for each in model.config.layers
-        ]
-        self.vocab_size = vocab.size
+        self.kv: Sequence[KVSpec] = model.config.kv(model.dtype)
+        self.vocab_size = shared
         self._model = model
         self._layer = layer
-        self._vocab = vocab.map
+        ids = torch.arange(shared, device=model.device)
+        self._vocab = VocabMap.of(ids, vocab_size) if shared < vocab_size else None
 
     @classmethod
-    def load(cls, config: DrafterConfig) -> StandaloneDrafter:
+    def load(cls, draft: DraftSettings, target: LlamaModel) -> StandaloneDrafter:
         """Load the model. Raises ValueError for one of other tokens."""
-        refuse_overrides(config.overrides, config.name)
-        model = load_target(config.path, config.dtype, config.target.device, config.max_positions)
-        size, own = config.target.config.vocab_size, model.config.vocab_size
-        assert config.tokenizer is not None
-        shared, why = shared_tokens(config.tokenizer, config.path, size, own)
+        refuse_overrides(draft.config_override, draft.name)
+        model = load_target(draft.path, target.dtype, target.device, target.max_positions)
+        size, own = target.config.vocab_size, model.config.vocab_size
+        assert draft.tokenizer is not None
+        shared, why = shared_tokens(draft.tokenizer, draft.path, size, own)
         log.info("draft of %d layers and %d tokens: %s", model.config.num_layers, own, why)
-        if cls is StandaloneDrafter and "pard_token" in read_json(config.path / "config.json"):
+        if cls is StandaloneDrafter and "pard_token" in read_json(draft.path / "config.json"):
             log.info(
                 "the draft was trained to draft all levels in one pass: use --speculative-algorithm PARD"
             )
         longest, _ = model.config.longest_context
-        if longest < config.target.config.longest_context[0]:
+        if longest < target.config.longest_context[0]:
             log.info("the draft was trained for %d positions: it guesses worse after these", longest)
-        if config.quantization != "none" and model.config.weights is not PLAIN:
+        if draft.quantization != "none" and model.config.weights is not PLAIN:
             log.info("the draft's weights stay as its checkpoint quantizes them")
         else:
             leave = ("lm_head",) if model.config.tie_word_embeddings else ()
-            quantize_linears(model, config.quantization, leave)
+            quantize_linears(model, draft.quantization, leave)
         pack_linears(model)
-        ids = torch.arange(shared, device=config.target.device)
-        vocab = Vocabulary(shared, VocabMap.of(ids, size) if shared < size else None)
-        return cls(config.name, model, config.layer, config.dtype, vocab)
+        return cls(draft.name, model, target.config.num_layers, shared, size)
 
     def scratch(self, shape: StepShape) -> int:
         """Return the number of entries: the root's, then those of each level but the last."""
@@ -93,7 +80,7 @@ class StandaloneDrafter(CatchUpDrafter):
         """Run the prompts' tokens; the token that follows is left to the next step."""
         attend = self._attend(context, prompts.plan, prompts.page_T, prompts.offset_T)
         self._run(TokenBatch(prompts.token_T, prompts.position_T, attend, wanted_W=prompts.q_start[1:] - 1))
-        self._reached(context)[view.slots.rows_B] = prompts.end_B
+        self._reached_R[view.slots.rows_B] = prompts.end_B
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         window = self._window(context, view, shape)
@@ -104,13 +91,7 @@ class StandaloneDrafter(CatchUpDrafter):
             attend = attend_level(context, view, level, depth, kv_start=0, first_layer=self._layer)
             return self._scores(self._run(TokenBatch(level.token_N, level.position_N, attend)))
 
-        return self._proposed(
-            context, view, window, expand(context, view, shape, sampling, self._vocab, forward)
-        )
-
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """Do nothing: the state's table keeps the emitted tokens for the next step that drafts."""
-        return None
+        return self._proposed(view, window, expand(context, view, shape, sampling, self._vocab, forward))
 
     def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
         return self._run(window.rows.batch)

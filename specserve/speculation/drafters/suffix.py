@@ -9,12 +9,16 @@ Shapes: B slots, K continuations, S levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
-from specserve_kernels import follow_continuation
+from specserve_kernels import Continuations, follow_continuation
 from torch import Tensor
 
-from specserve.speculation.context import Context, DrafterNeeds, View
+from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.ngram import NgramDrafter, best_of, scores_of
+from specserve.speculation.state import Continuation, to_device
 
 LONGEST = 64  # most tokens of a continuation that the host sends
 
@@ -22,12 +26,26 @@ LONGEST = 64  # most tokens of a continuation that the host sends
 class SuffixDrafter(NgramDrafter):
     """Proposes the best continuations of both sources, at most one for each possible next token."""
 
-    needs = DrafterNeeds(continuation=LONGEST)
+    continuation = LONGEST
+    _table: Continuations
+
+    def allocate(self, rows: int, device: torch.device) -> None:
+        self._table = Continuations.empty(rows, LONGEST, device)
+
+    def admit(self, rows_N: Tensor) -> None:
+        self._table.length_R.index_fill_(0, rows_N, 0)
+
+    def set_continuations(self, continuations: Sequence[Continuation]) -> None:
+        numbers = [[each.slot, len(each.tokens), each.base, each.matched] for each in continuations]
+        tokens = [[*each.tokens, *[0] * (LONGEST - len(each.tokens))] for each in continuations]
+        packed = [*chain.from_iterable(map(chain, numbers, tokens))]
+        packed_NX = to_device(packed, self._table.length_R.device).view(len(continuations), -1)
+        rows_N1, given_N3, token_NP = packed_NX.split([1, 3, LONGEST], dim=1)
+        self._table.write(rows_N1[:, 0], given_N3, token_NP)
 
     def branches(self, context: Context, view: View, count: int, size: int) -> tuple[Tensor, Tensor]:
         token_BKS, score_BKS = super().branches(context, view, count, size)
-        table, slots = context.state.continuations, view.slots
-        assert table is not None
+        table, slots = self._table, view.slots
         text_RC = context.state.slots.tokens[:, : view.max_length + 1]
         host_BS, matched_BS = follow_continuation(table, text_RC, slots.rows_B, slots.length_B, size)
         host_score_B1S = scores_of(matched_BS[:, None], score_BKS.dtype)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from specserve.config.engine import DraftSettings, EngineConfig
+from specserve.config.engine import EngineConfig
 from specserve.engine.memory import device_memory
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.methods import DraftSettings
 from specserve.models.config import ModelConfig
+from specserve.models.draft.eagle_family import open_draft
 from specserve.models.draft.fields import FLAG, KINDS, parse_overrides
-from specserve.models.draft.reader import open_draft
 from specserve.models.read_config import end_tokens
 from specserve.tools.check.memory import expected_memory
 from specserve.tools.check.report import CheckReport

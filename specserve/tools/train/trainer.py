@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.models.draft.load import Borrowed
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.loop import Metrics
 from specserve.tools.train.packing import Batch
@@ -122,12 +123,12 @@ class Trainer(nn.Module, ABC, Generic[D]):
 
     def __init__(self, target: LlamaModel, draft: D, levels: int, decay: float) -> None:
         super().__init__()
-        self._target = (target,)
+        self._target = Borrowed(target)
         self.draft, self.levels, self.decay = draft, levels, decay
 
     @property
     def target(self) -> LlamaModel:
-        return self._target[0]
+        return self._target.module
 
     @abstractmethod
     def unroll(self, batch: Batch, levels: int) -> Levels:

@@ -20,8 +20,7 @@ from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, StaticShapes, batch_buckets
 from specserve.messages import Submit
 from specserve.process.assemble import assemble, create_context, resolve_engine, shape_policy
-from specserve.speculation.context import Context
-from specserve.speculation.drafters.none import NoDrafter
+from specserve.speculation.context import Context, Drafter
 from specserve.speculation.shape import StepShape
 from specserve.tools.tune.grid import Candidate, envelope
 from specserve.tools.tune.loop import MeteredRunner, Run, closed_loop
@@ -129,4 +128,4 @@ class TuneEngine:
         return {shape: graph for (kind, shape), graph in self._graphs.items() if kind == drafted}
 
     def _context(self, drafted: bool) -> Context:
-        return self.context if drafted else replace(self.context, drafter=NoDrafter())
+        return self.context if drafted else replace(self.context, drafter=Drafter())

@@ -1,0 +1,89 @@
+"""Load published heads of one decoder layer: EAGLE (1 and 2), EAGLE-3, P-EAGLE and MiMo's MTP.
+
+Anything that does not fit the target raises a ValueError that names the file, the tensor or field, and what is
+expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specserve.methods import DraftSettings, method_of, names_like
+from specserve.models.config import ModelConfig
+from specserve.models.draft.block_source import check_window
+from specserve.models.draft.eagle import EagleHead
+from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.draft.fields import parse_overrides
+from specserve.models.draft.load import LoadedDraft, load_draft
+from specserve.models.draft.mtp import MTPHead
+from specserve.models.draft.p_eagle import PEagleHead
+from specserve.models.draft.reader import Eagle3Reading, EagleReading, MTPReading, PEagleReading, Reading
+from specserve.models.draft.source import Source, open_source
+from specserve.models.llama import LlamaModel
+
+Head = EagleHead | Eagle3Head | MTPHead
+_KINDS: dict[str, tuple[type[Reading], Callable[..., Head]]] = {
+    "EAGLE": (EagleReading, EagleHead),
+    "EAGLE3": (Eagle3Reading, Eagle3Head),
+    "P_EAGLE": (PEagleReading, PEagleHead),
+    "MTP": (MTPReading, MTPHead),
+}
+
+
+def load_head(
+    draft: DraftSettings, target: LlamaModel, prepare: Callable[[Reading, Head], None] | None = None
+) -> LoadedDraft[Head]:
+    """Load the head of a draft. ``prepare`` is called with it before it is quantized."""
+    overrides = parse_overrides(draft.config_override)
+    reading = open_draft(draft.path, draft.name, overrides, target.config)
+    config, (reads, make_head) = reading.config(), _KINDS[reading.kind]
+    parallel = reads is PEagleReading
+    if parallel:
+        check_window(reading.source.config, reading.source.config_file, target.max_positions)
+    own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
+
+    def make(_: Source, target: LlamaModel) -> Head:
+        layer = 0 if parallel else target.config.num_layers  # where layers are counted from in the pool
+        lm_head = None if own else target.lm_head
+        return make_head(config, layer, target.max_positions, target.embed_tokens, lm_head)
+
+    def loaded(head: Head) -> None:
+        if isinstance(head, MTPHead):
+            head.read_embedding_first()
+        if prepare is not None:
+            prepare(reading, head)
+
+    return load_draft(draft, target, reading.source, make, reading.ids, loaded)
+
+
+def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target: ModelConfig) -> Reading:
+    """Open a directory with a head that ``algorithm`` runs. ``overrides`` replace fields of its config.
+
+    Raises ValueError if it is unreadable or holds another kind of head.
+    """
+    source = open_source(path, overrides)
+    kind, method = "MTP" if source.is_mtp else _eagle_kind(source), method_of(algorithm)
+    if method is None or kind not in method.heads:
+        fitting = " or ".join(names_like(algorithm, lambda method: kind in method.heads))
+        article = "a" if kind == "P_EAGLE" else "an"
+        raise ValueError(
+            f"{path} holds {article} {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"
+        )
+    return _KINDS[kind][0](source, target)
+
+
+def _eagle_kind(source: Source) -> str:
+    """Return EAGLE or EAGLE3; EAGLE-3's attention reads twice the hidden size."""
+    q_proj, fc = "self_attn.q_proj.weight", "fc.weight"
+    columns = source.matrix(q_proj)[1]
+    hidden = source.matrix(fc)[0] if fc in source else source.matrix("mlp.gate_proj.weight")[1]
+    if columns not in (hidden, 2 * hidden):
+        raise ValueError(
+            f"{source.file(q_proj)}: tensor {source.stored(q_proj)} has {columns} columns, expected {hidden} (EAGLE) "
+            f"or {2 * hidden} (EAGLE-3)"
+        )
+    if source.is_p_eagle:
+        return "P_EAGLE"
+    return "EAGLE3" if columns == 2 * hidden else "EAGLE"
