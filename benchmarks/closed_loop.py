@@ -25,7 +25,7 @@ from specserve.messages import Failed, Submit, Tokens
 from specserve.methods import METHOD_NAMES, METHODS, Method, register
 from specserve.speculation import step
 from specserve.speculation.context import Context, View
-from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.drafters.config import DrafterConfig
@@ -100,10 +100,10 @@ class Recorder:
     def plain(self, slots: int) -> StepShape:
         return self.policy.plain(slots)
 
-    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
-        self.policy.observe(shape, batch, given, seconds)
-        requests, tokens = len(given.emitted), sum(given.emitted)
-        counts = requests, tokens, tokens - requests, sum(given.drafted)
+    def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
+        self.policy.observe(shape, batch, outcome, seconds)
+        requests, tokens = len(outcome.emitted), sum(outcome.emitted)
+        counts = requests, tokens, tokens - requests, sum(outcome.drafted)
         self.steps.append(Step(self.clock(), seconds, name_of(shape), *counts))
 
 

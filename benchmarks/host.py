@@ -24,7 +24,7 @@ from specserve.engine.commands import SetContinuations
 from specserve.messages import ToFront, Tokens, decode_to_front, encode
 from specserve.scheduler.observers import AnswersObserver, ContinuationObserver
 from specserve.scheduler.request import Request
-from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.control.acceptance import RequestEffect
 from specserve.speculation.datastore import Datastore
 from specserve.speculation.drafters.suffix import LONGEST
 from specserve.speculation.earlier_answers import AnswerIndex
@@ -266,7 +266,7 @@ def new_request(number: int) -> Request:
         "limit": 1024,
         "submitted": 0,
     }
-    found = Request(str(number), **given, stop_ids=frozenset(), arrival=number, skill=Skill(0))  # type: ignore[arg-type]
+    found = Request(str(number), **given, stop_ids=frozenset(), arrival=number, effect=RequestEffect(0))  # type: ignore[arg-type]
     found.slot = number
     return found
 

@@ -25,7 +25,7 @@ from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
-from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.drafters.eagle import EagleDrafter
@@ -257,10 +257,10 @@ class SwitchingShapes:
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(slots)
 
-    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
-        (skill,), (tokens,) = batch.skills, given.emitted
-        if not any(skill is known for known in self._requests):
-            self._requests.append(skill)
+    def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
+        (effect,), (tokens,) = batch.effects, outcome.emitted
+        if not any(effect is known for known in self._requests):
+            self._requests.append(effect)
             self._given = 0
         self.steps[len(self._requests), self._given] = shape, tokens
         self._given += tokens

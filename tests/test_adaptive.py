@@ -38,7 +38,7 @@ def texts(**settings: Any) -> tuple[list[list[int]], Counter[int]]:
 
     def counted(self: Controller, batch: Batch) -> StepShape:
         shape = choose(self, batch)
-        if any(min(skill.cap, room) > 0 for skill, room in zip(batch.skills, batch.rooms, strict=True)):
+        if any(min(effect.cap, room) > 0 for effect, room in zip(batch.effects, batch.rooms, strict=True)):
             levels[shape.levels] += 1
         return shape
 

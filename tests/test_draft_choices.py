@@ -19,7 +19,7 @@ from specserve.models.draft.eagle_family import Head, load_head
 from specserve.models.draft.fields import FIELDS, parse_overrides
 from specserve.models.draft.load import LoadedDraft
 from specserve.models.draft.reader import Eagle3Reading
-from specserve.models.draft.source import Source
+from specserve.models.draft.source import HeadSource
 from tests.engines import make_scheduler
 from tests.reference.draft_dialects import AUX, as_speculators, eagle, eagle3, save, with_embedding
 from tests.reference.models import load_checkpoint, make_llama, make_mimo, save_checkpoint
@@ -130,7 +130,7 @@ LISTS: list[tuple[int, str, dict[str, Any], list[int]]] = [
 def test_conventions_of_aux_layers(
     layers: int, architecture: str, config: dict[str, Any], expected: list[int]
 ) -> None:
-    source: Any = Source(SimpleNamespace(path=Path("draft")), config, {})  # type: ignore[arg-type]
+    source: Any = HeadSource(SimpleNamespace(path=Path("draft")), config, {})  # type: ignore[arg-type]
     model: Any = SimpleNamespace(num_layers=layers, architecture=architecture)
     assert list(Eagle3Reading(source, model).taps) == expected
 

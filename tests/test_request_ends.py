@@ -15,7 +15,7 @@ from specserve.frontend.generation import Generation, Job
 from specserve.messages import Tokens
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
-from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.control.acceptance import RequestEffect
 from tests.front.fakes import byte_tokenizer
 
 
@@ -151,7 +151,7 @@ def _tokenizer() -> Any:
 
 
 def request(tokens: list[int]) -> Request:
-    return Request("r", tokens, SamplingParams(), 0, 0, 100, frozenset(), 0, Skill(0), 0.0)
+    return Request("r", tokens, SamplingParams(), 0, 0, 100, frozenset(), 0, RequestEffect(0), 0.0)
 
 
 def test_refused_growth_leaves_the_cache_alone() -> None:

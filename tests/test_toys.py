@@ -31,7 +31,7 @@ from tests.toys import recurrent
 from tests.toys import weights as scaled
 from tests.toys.architecture import NAME, ToyModel, write_toy
 from tests.toys.drafter import METHOD, CopyDrafter
-from tests.toys.recurrent import RecurrentDrafter
+from tests.toys.recurrent import TextStateDrafter
 from tests.toys.weights import write_scaled
 
 PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 33] for i in range(6)]
@@ -119,7 +119,7 @@ def test_a_drafter_s_state_follows_the_text(trained: Path, agreeing: Checkpoints
         **dict(zip(names, (3, 2, 8), strict=True)),
     )
     drafter = context_of(scheduler).drafter
-    assert isinstance(drafter, RecurrentDrafter)
+    assert isinstance(drafter, TextStateDrafter)
     for seed, (prompt, temperature) in enumerate(zip(PROMPTS, (0.0, 0.7) * 3, strict=True)):
         params = SamplingParams(temperature=temperature, max_tokens=21, seed=seed, ignore_eos=True)
         (answer,) = answer_all(scheduler, [(prompt, params)])

@@ -33,7 +33,7 @@ from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
-from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
+from specserve.speculation.prefill import PrefillResult, PromptChunks, ScoredTokens, prefill
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import StepResult, draft, settle, step, verify
@@ -429,7 +429,7 @@ class Runner:
             logits_NV, token_BW[asking_A].clamp(min=0).flatten(), min(most, logits.shape[1])
         )
 
-    def _scored(self, rows: Sequence[Row], counts: Sequence[int]) -> Scored | None:
+    def _scored(self, rows: Sequence[Row], counts: Sequence[int]) -> ScoredTokens | None:
         """Return what to score of packed runs of ``counts`` tokens."""
         asking = [row for row in rows if row.scored]
         if not asking:
@@ -438,7 +438,7 @@ class Runner:
         index = [first + i for first, row in zip(starts, rows, strict=False) for i in range(len(row.scored))]
         tokens = [token for row in asking for token in row.scored]
         most = max(row.params.prompt_logprobs or 0 for row in asking)
-        return Scored(self._tensor(index), self._tensor(tokens), most)
+        return ScoredTokens(self._tensor(index), self._tensor(tokens), most)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return to_device(values, self.context.state.device)

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 from specserve_kernels import tree_pool_size
 
 from specserve.methods import ANY, MOST_COPIED, Drafts
-from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
@@ -50,7 +50,7 @@ class ShapePolicy(Protocol):
         """Return the shape without drafts, for when memory is short."""
         ...
 
-    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None: ...
+    def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class StaticShapes:
     cost: ClassVar[None] = None
 
     def choose(self, batch: Batch) -> StepShape:
-        drafting = sum(min(each) > 0 for each in zip((s.cap for s in batch.skills), batch.rooms, strict=True))
-        return self.shape(len(batch.skills), drafting)
+        drafting = sum(min(each) > 0 for each in zip((s.cap for s in batch.effects), batch.rooms, strict=True))
+        return self.shape(len(batch.effects), drafting)
 
     def shape(self, slots: int, drafting: int) -> StepShape:
         size = self.padding.size(slots)
@@ -85,7 +85,7 @@ class StaticShapes:
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(self.padding.size(slots))
 
-    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+    def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
         """Do nothing: the shape is fixed."""
 
 

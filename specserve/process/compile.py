@@ -40,7 +40,7 @@ from specserve.models.checkpoint import DTYPES
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.speculation.context import Context, View
-from specserve.speculation.prefill import PromptChunks, Scored, prefill
+from specserve.speculation.prefill import PromptChunks, ScoredTokens, prefill
 from specserve.speculation.state import Needs
 from specserve.speculation.step import step
 
@@ -140,7 +140,7 @@ def launch_all(config: EngineConfig) -> None:
     for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):
         for start in (0, 1):
             _prefill(context, start, tokens)
-    _prefill(context, 0, min(2, longest), Scored(_integers(1), _integers(1), 1))
+    _prefill(context, 0, min(2, longest), ScoredTokens(_integers(1), _integers(1), 1))
     shapes = plan.captured() or _eager_shapes(plan)
     most = max(shape.nodes for shape in shapes)
     logits_XV = torch.empty(most, context.vocab_size, dtype=DTYPES[config.dtype], device="meta")
@@ -155,7 +155,7 @@ def _eager_shapes(plan: ShapePlan) -> list[Any]:
     return [shape for slots in batch_buckets(plan.most_slots) for shape in plan.candidates(slots)]
 
 
-def _prefill(context: Context, start: int, tokens: int, scored: Scored | None = None) -> None:
+def _prefill(context: Context, start: int, tokens: int, scored: ScoredTokens | None = None) -> None:
     """Launch one prompt's chunk."""
     q_start, spans = _integers(2), [(start, tokens)]
     chunks = PromptChunks(

@@ -12,7 +12,7 @@ from operator import attrgetter
 from specserve.core import MAX_SEED, Capacity, FieldError
 from specserve.messages import Submit
 from specserve.scheduler.request import Request
-from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.control.acceptance import RequestEffect
 from specserve.speculation.state import draft_cap
 
 _RANK = attrgetter("rank")
@@ -65,7 +65,7 @@ class Admission:
             limit=limit,
             stop_ids=stop_ids,
             arrival=next(self._arrivals),
-            skill=Skill.of(draft_cap(params), params),
+            effect=RequestEffect.of(draft_cap(params), params),
             submitted=submitted,
             tenant=message.tenant,
             scores=None if params.prompt_logprobs is None else [],

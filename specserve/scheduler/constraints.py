@@ -32,8 +32,8 @@ class Constraints:
         """Return whether grammars force enough of the batch's text that the step should wait to draft it: a larger
         share of the tokens than waiting adds to the time."""
         free = self._masks.free_tokens
-        grammars = [r for r in requests if r.params.grammar is not None and r.skill.cap and not free(r.slot)]
-        share = sum(r.skill.floor for r in grammars) / max(len(requests), 1)
+        grammars = [r for r in requests if r.params.grammar is not None and r.effect.cap and not free(r.slot)]
+        share = sum(r.effect.floor for r in grammars) / max(len(requests), 1)
         return share * self._seconds > self._idle * (len(requests) + FIXED_COST)
 
     def ran(self, requests: int, seconds: float, idle: float | None) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.engine.runner import Emitted
 from specserve.messages import FinishReason, Tokens
-from specserve.speculation.control.acceptance import Given, Skill
+from specserve.speculation.control.acceptance import StepOutcome, RequestEffect
 from specserve.speculation.state import RowInit
 
 
@@ -27,7 +27,7 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     arrival: int
-    skill: Skill
+    effect: RequestEffect
     submitted: float  # when it came, before its grammar was compiled
     tenant: str = ""
     output: list[int] = field(default_factory=list)
@@ -145,15 +145,15 @@ def message_of(
     )
 
 
-def given_by(requests: Sequence[Request], found: Sequence[Emitted], kept: int, stopped: int) -> Given:
+def outcome_of(requests: Sequence[Request], found: Sequence[Emitted], kept: int, stopped: int) -> StepOutcome:
     """Return what a step gave. ``kept``: tokens of all requests up to their ends; ``stopped``: requests that a stop
     token ended."""
-    return Given(
+    return StepOutcome(
         emitted=[len(each.tokens) for each in found],
         drafted=[each.drafted for each in found],
         chains=[each.chain for each in found],
         firsts=[each.firsts for each in found],
-        guided={i for i, r in enumerate(requests) if r.skill.predicted and found[i].predicted.start >= 0},
+        guided={i for i, r in enumerate(requests) if r.effect.predicted and found[i].predicted.start >= 0},
         kept=kept,
         stopped=stopped,
     )

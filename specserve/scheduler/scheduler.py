@@ -30,8 +30,8 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
 from specserve.scheduler.prompt_chunk import PromptChunk
-from specserve.scheduler.request import Request, given_by, message_of, until_end
-from specserve.speculation.control.acceptance import Given
+from specserve.scheduler.request import Request, outcome_of, message_of, until_end
+from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
 
@@ -342,7 +342,7 @@ class Scheduler:
         while True:
             computed = sum(r.computed for r in ready)
             masked = any(self._constraints.mask(r, 0) for r in ready)
-            batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun, masked)
+            batch = Batch([r.effect for r in ready], [r.room for r in ready], computed, self._begun, masked)
             if not ready:
                 return [], batch, self.policy.plain(0)
             shape = self.policy.choose(batch)
@@ -440,29 +440,29 @@ class Scheduler:
                 request.inflight -= item.adds
                 self._count(request, emitted, item.shape)
             if emitted.tokens:
-                if request.skill.predicted:
-                    request.skill.follow(len(emitted.predicted), len(emitted.tokens))
+                if request.effect.predicted:
+                    request.effect.follow(len(emitted.predicted), len(emitted.tokens))
                 stopped += self._extend(request, emitted, item.shape is not None) == "stop"
             if emitted.error is not None and request.slot >= 0:
                 self._end_unfollowed(request, emitted.error)
         if item.shape is not None and item.batch is not None:
             kept = self._counters.generated_tokens - before
-            given = given_by(item.requests, found, kept, stopped)
+            outcome = outcome_of(item.requests, found, kept, stopped)
             # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
             idle = None if item.after is None else item.launch.idle_after(item.after)
             self._constraints.ran(len(item.requests), item.launch.seconds, idle)
-            self._observe(item.launch.seconds, item.shape, item.batch, given, gained)
+            self._observe(item.launch.seconds, item.shape, item.batch, outcome, gained)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
 
-    def _observe(self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float) -> None:
+    def _observe(self, seconds: float, shape: StepShape, batch: Batch, outcome: StepOutcome, gained: float) -> None:
         """Count a step of ``gained`` tokens a request, and report it to the policy."""
-        requests, cost = len(given.emitted), self.policy.cost
+        requests, cost = len(outcome.emitted), self.policy.cost
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
             self._step_counters.priced(cost, shape, self.policy.plain(requests), batch, gained)
-        self.policy.observe(shape, batch, given, seconds)
+        self.policy.observe(shape, batch, outcome, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
         request.count(steps=1, drafted=emitted.drafted)

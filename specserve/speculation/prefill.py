@@ -26,7 +26,7 @@ from specserve.speculation.step import follow
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredTokens:
     """Prompt tokens whose log-probabilities are requested: each follows the packed token at ``index_N``."""
 
     index_N: Tensor
@@ -50,7 +50,7 @@ class PromptChunks:
     final_B: Tensor  # bool
     longest: int
     spans: Sequence[tuple[int, int]] | None
-    scored: Scored | None = None
+    scored: ScoredTokens | None = None
     words_BW: Tensor | None = None  # masks of the first tokens, as in ``hold``
 
 
@@ -148,7 +148,7 @@ def _plan(
     )
 
 
-def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:
+def _score(context: Context, hidden_TH: Tensor, scored: ScoredTokens) -> Logprobs:
     """Return the log-probabilities of the prompt's own tokens."""
     hidden_NH = hidden_TH[scored.index_N]
     vocabulary = context.vocab_size

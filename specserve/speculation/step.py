@@ -32,7 +32,7 @@ from specserve.speculation.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class StepDraft:
     """The trees, and the sampler that chooses the tokens after their nodes."""
 
     view: View
@@ -42,10 +42,10 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Verification:
     """The target's logits and states at the trees' nodes."""
 
-    drafted: Drafted
+    drafted: StepDraft
     logits_TV: Tensor
     states: TargetStates
 
@@ -68,13 +68,13 @@ def step(context: Context, view: View, shape: StepShape) -> StepResult:
     return settle(context, verify(context, draft(context, view, shape)))
 
 
-def draft(context: Context, view: View, shape: StepShape) -> Drafted:
+def draft(context: Context, view: View, shape: StepShape) -> StepDraft:
     """Run the step's first part: draft, and select the nodes to verify."""
     sampling = view.sampling(context, shape.depth)
-    return Drafted(view, shape, sampling, draft_tree(context, view, shape, sampling))
+    return StepDraft(view, shape, sampling, draft_tree(context, view, shape, sampling))
 
 
-def verify(context: Context, drafted: Drafted) -> Verified:
+def verify(context: Context, drafted: StepDraft) -> Verification:
     """Run the second part: the target, once over all nodes."""
     view, shape, tree = drafted.view, drafted.shape, drafted.tree
     nodes = Nodes(
@@ -92,21 +92,21 @@ def verify(context: Context, drafted: Drafted) -> Verified:
     taps = context.drafter.needs.taps
     hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
     out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
-    return Verified(drafted, context.target.logits(hidden_TH, out_TV), TargetStates(hidden_TH, tapped))
+    return Verification(drafted, context.target.logits(hidden_TH, out_TV), TargetStates(hidden_TH, tapped))
 
 
-def settle(context: Context, verified: Verified, words_TW: Tensor | None = None) -> StepResult:
+def settle(context: Context, verification: Verification, words_TW: Tensor | None = None) -> StepResult:
     """Run the third part: choose, accept, commit. ``words_TW``: masks of the tokens allowed after each node, as in
     ``hold``."""
-    view, tree = verified.drafted.view, verified.drafted.tree
-    logits_TV = verified.logits_TV if words_TW is None else hold(verified.logits_TV, words_TW)
-    chosen_T = verified.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
+    view, tree = verification.drafted.view, verification.drafted.tree
+    logits_TV = verification.logits_TV if words_TW is None else hold(verification.logits_TV, words_TW)
+    chosen_T = verification.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
     accepted = accept_path(tree, chosen_T, view.slots)
-    states = replace(verified.states, nodes=(tree, chosen_T))
+    states = replace(verification.states, nodes=(tree, chosen_T))
     commit(context, view, accepted, states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
     sources_BX = context.drafter.observe(view, tree, accepted)
-    return StepResult(accepted, verified.logits_TV, predicted_B2, sources_BX)
+    return StepResult(accepted, verification.logits_TV, predicted_B2, sources_BX)
 
 
 def commit(context: Context, view: View, accepted: Accepted, states: TargetStates, in_place: bool) -> None:

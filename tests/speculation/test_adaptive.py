@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specserve.engine.shapes import candidate_shapes
-from specserve.speculation.control.acceptance import CHAIN, Acceptance, Given, Skill
+from specserve.speculation.control.acceptance import CHAIN, Acceptance, RequestEffect, StepOutcome
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
@@ -47,9 +47,9 @@ class Device:
     def run(self, choose: Callable[[Batch], StepShape], observe: Callable[..., None], steps: int) -> float:
         """Tokens a second over ``steps``."""
         caps = self.caps or [FREE] * len(self.accepts)
-        skills = [Skill(cap) for cap in caps]
-        rooms, tokens, clock = [self.room] * len(skills), 0, 0.0
-        batch = Batch(skills, rooms, self.kv_tokens, self.begun, bool(self.masks))
+        effects = [RequestEffect(cap) for cap in caps]
+        rooms, tokens, clock = [self.room] * len(effects), 0, 0.0
+        batch = Batch(effects, rooms, self.kv_tokens, self.begun, bool(self.masks))
         for _ in range(steps):
             shape = choose(batch)
             given = self._step(shape, caps)
@@ -58,7 +58,7 @@ class Device:
             observe(shape, batch, given, took * (1 + self.noise * self.generator.standard_normal()))
         return tokens / clock
 
-    def _step(self, shape: StepShape, caps: Sequence[int]) -> Given:
+    def _step(self, shape: StepShape, caps: Sequence[int]) -> StepOutcome:
         share = (shape.nodes - shape.slots) // max(shape.slots, 1)
         drafted_R = np.minimum(caps, share if shape.levels else 0)
         deepest_R = np.minimum(drafted_R, min(shape.levels, self.room))
@@ -71,7 +71,7 @@ class Device:
         )
         found = (1 + accepted_R, drafted_R, deepest_R, firsts_R)
         stopped = len(chance_R) if self.stops else 0
-        return Given(*(each_R.tolist() for each_R in found), kept=stopped or None, stopped=stopped)
+        return StepOutcome(*(each_R.tolist() for each_R in found), kept=stopped or None, stopped=stopped)
 
 
 def controller() -> Controller:
@@ -167,13 +167,13 @@ def test_long_contexts_pay_for_drafting_where_short_ones_do_not() -> None:
     for context in (0, 8192):
         found = controller()
         Device([0.5] * 256, kv_tokens=256 * context).run(found.choose, found.observe, 300)
-        levels.append(found.choose(Batch([Skill(FREE)] * 256, [FREE] * 256, 256 * context)).levels)
+        levels.append(found.choose(Batch([RequestEffect(FREE)] * 256, [FREE] * 256, 256 * context)).levels)
     assert levels[0] == 0 < levels[1]
 
 
 def test_switched_off_requests_are_not_drafted_for() -> None:
     found = controller()
-    shape = found.choose(Batch([Skill(0)] * 4, [FREE] * 4, 0))
+    shape = found.choose(Batch([RequestEffect(0)] * 4, [FREE] * 4, 0))
     assert shape == StepShape.plain(4)
 
 
@@ -183,13 +183,13 @@ def test_untested_levels_count_for_nothing() -> None:
     broken, unbroken = Acceptance(), Acceptance()
     for acceptance in (broken, unbroken):
         for _ in range(50):
-            acceptance.observe(shape, [Skill(FREE)], Given([4], [3], [3], [3]))
+            acceptance.observe(shape, [RequestEffect(FREE)], StepOutcome([4], [3], [3], [3]))
     for _ in range(50):
-        broken.observe(shape, [Skill(FREE)], Given([1], [3], [3], [0]))
+        broken.observe(shape, [RequestEffect(FREE)], StepOutcome([1], [3], [3], [0]))
     first, second, _ = broken.levels(CHAIN, 3)
     assert first < 0.6 < 0.8 < second
     for _ in range(50):
-        unbroken.observe(shape, [Skill(1)], Given([2], [1], [1], [1]))
+        unbroken.observe(shape, [RequestEffect(1)], StepOutcome([2], [1], [1], [1]))
     assert unbroken.levels(CHAIN, 3)[1] > 0.85
 
 
@@ -198,9 +198,9 @@ def test_what_is_not_found_is_not_accepted(shape: StepShape) -> None:
     """A lookup that finds something in one step of ten gives three tokens more in these alone."""
     searched, offered = Acceptance(searches=True), Acceptance()
     for step in range(600):
-        given = Given([1], [0], [0], [0]) if step % 10 else Given([4], [3], [3], [3])
+        given = StepOutcome([1], [0], [0], [0]) if step % 10 else StepOutcome([4], [3], [3], [3])
         for acceptance in (searched, offered):
-            acceptance.observe(shape, [Skill(FREE)], given)
+            acceptance.observe(shape, [RequestEffect(FREE)], given)
     expected = [each.expected(shape, np.zeros(1), np.array([FREE])) for each in (searched, offered)]
     assert expected[0] == pytest.approx(1.3, abs=0.2)
     assert expected[1] > 3
@@ -210,8 +210,8 @@ def test_trees_tell_what_chains_would_have_given() -> None:
     """Half of the accepted nodes were second choices, so a chain would have got half as far."""
     acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
     for _ in range(100):
-        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [4], [2]))
-        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [4], [0]))
+        acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([3], [15], [4], [2]))
+        acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([3], [15], [4], [0]))
     alone = np.zeros(1), np.array([FREE])
     assert acceptance.expected(tree, *alone) == pytest.approx(3, abs=0.15)
     assert acceptance.expected(StepShape(1, 5, 4, 1), *alone) == pytest.approx(2, abs=0.15)
@@ -219,9 +219,9 @@ def test_trees_tell_what_chains_would_have_given() -> None:
 
 def test_a_request_is_known_by_its_own_acceptance() -> None:
     acceptance, shape = Acceptance(), StepShape(2, 8, 3, 1)
-    easy, hard = Skill(FREE), Skill(FREE)
+    easy, hard = RequestEffect(FREE), RequestEffect(FREE)
     for _ in range(30):
-        acceptance.observe(shape, [easy, hard], Given([4, 1], [3, 3], [3, 3], [3, 0]))
+        acceptance.observe(shape, [easy, hard], StepOutcome([4, 1], [3, 3], [3, 3], [3, 0]))
     assert easy.shift > 1 > -1 > hard.shift
 
 
@@ -229,7 +229,7 @@ def test_a_chain_that_the_tree_did_not_hold_was_not_rejected() -> None:
     """Its second level was never there, so it is as likely as what is known says: the first one's 1."""
     acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
     for _ in range(100):
-        acceptance.observe(tree, [Skill(FREE)], Given([2], [15], [1], [1]))
+        acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([2], [15], [1], [1]))
     assert acceptance.levels(CHAIN, 2)[1] > 0.9
 
 
@@ -237,12 +237,12 @@ def test_what_was_forgotten_stays_forgotten() -> None:
     """After long plain decoding some bad steps count for more than what was good before."""
     acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
     for _ in range(500):
-        acceptance.observe(tree, [Skill(FREE)], Given([5], [15], [4], [4]))
+        acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([5], [15], [4], [4]))
     for _ in range(4000):
-        acceptance.observe(StepShape.plain(1), [Skill(FREE)], Given([1], [0], [0], [0]))
+        acceptance.observe(StepShape.plain(1), [RequestEffect(FREE)], StepOutcome([1], [0], [0], [0]))
     before = acceptance.levels(CHAIN, 1)[0]
     for _ in range(6):
-        acceptance.observe(tree, [Skill(FREE)], Given([1], [15], [4], [0]))
+        acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([1], [15], [4], [0]))
     assert acceptance.levels(CHAIN, 1)[0] < before - 0.3
 
 
@@ -253,10 +253,10 @@ def test_probes_cost_what_they_lose(begun: int) -> None:
     found.cost.prompts = 5e-3
     charged = 0.0
 
-    def observe(shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+    def observe(shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
         nonlocal charged
         before = found.allowance
-        found.observe(shape, batch, given, seconds)
+        found.observe(shape, batch, outcome, seconds)
         charged += before - found.allowance
         batch.probed_at = None
 
@@ -269,9 +269,9 @@ def test_what_an_average_request_accepts_stays_known() -> None:
     acceptance, shape, generator = Acceptance(), StepShape(1, 16, 4, 4), np.random.default_rng(0)
     for step in range(1200):
         if step % 200 == 0:
-            skill = Skill(FREE)
+            effect = RequestEffect(FREE)
         accepted = int((generator.random(4) < 0.4).cumprod().sum())
-        acceptance.observe(shape, [skill], Given([1 + accepted], [15], [4], [accepted]))
+        acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [accepted]))
     found = acceptance.expected(shape, np.zeros(1), np.array([FREE]))
     assert found == pytest.approx(1 + 0.4 + 0.16 + 0.064 + 0.026, abs=0.2)
 
@@ -296,17 +296,17 @@ def test_launches_of_prompts_make_longer_steps_worth_it() -> None:
 def test_a_predicted_text_says_nothing_of_other_requests() -> None:
     """Nor do they of it: it is believed to be right until it is known, whatever the draft is worth."""
     acceptance, alone, shape = Acceptance(), Acceptance(), StepShape(2, 8, 3, 1)
-    foretold, usual, other = Skill(FREE, predicted=True), Skill(FREE), Skill(FREE)
+    foretold, usual, other = RequestEffect(FREE, predicted=True), RequestEffect(FREE), RequestEffect(FREE)
     assert foretold.floor > 0.7 > usual.floor == 0
     for _ in range(40):
-        acceptance.observe(shape, [foretold, usual], Given([4, 1], [3, 3], [3, 3], [3, 0], guided={0}))
+        acceptance.observe(shape, [foretold, usual], StepOutcome([4, 1], [3, 3], [3, 3], [3, 0], guided={0}))
         foretold.follow(4, 4)
-        alone.observe(StepShape(1, 4, 3, 1), [other], Given([1], [3], [3], [0]))
+        alone.observe(StepShape(1, 4, 3, 1), [other], StepOutcome([1], [3], [3], [0]))
     assert acceptance.levels(CHAIN, 3).tolist() == alone.levels(CHAIN, 3).tolist()
     assert (usual.shift, foretold.shift) == (other.shift, 0)
     both = np.array([0.0, usual.shift]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])
     assert 4.5 < acceptance.expected(shape, *both) < 5.1
-    wrong = Skill(FREE, predicted=True)
+    wrong = RequestEffect(FREE, predicted=True)
     for _ in range(60):
         wrong.follow(0, 1)
     assert wrong.floor < 0.05, "a wrong one is found out, and plain steps are enough for that"
@@ -314,9 +314,9 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
 
 def test_where_no_prediction_guides_a_draft_it_tells_of_itself() -> None:
     """Or a server whose requests all have one would never learn what its draft is worth."""
-    acceptance, skill = Acceptance(), Skill(FREE, predicted=True)
+    acceptance, effect = Acceptance(), RequestEffect(FREE, predicted=True)
     for _ in range(100):
-        acceptance.observe(StepShape(1, 4, 3, 1), [skill], Given([1], [3], [3], [0]))
+        acceptance.observe(StepShape(1, 4, 3, 1), [effect], StepOutcome([1], [3], [3], [0]))
     assert acceptance.levels(CHAIN, 1)[0] < 0.2
 
 
@@ -361,12 +361,12 @@ def test_a_pause_is_no_loss_of_the_probe_that_it_meets(pause: float) -> None:
     hard.run(found.choose, found.observe, 1000)
     probes = 0
 
-    def observe(shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+    def observe(shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
         nonlocal probes
         if batch.probed_at is not None:
             probes += 1
             seconds += pause * (probes == 1)
-        found.observe(shape, batch, given, seconds)
+        found.observe(shape, batch, outcome, seconds)
         batch.probed_at = None
 
     hard.run(found.choose, observe, 1500)
@@ -443,14 +443,14 @@ def test_a_tree_is_no_better_for_the_easy_texts_that_it_was_run_for() -> None:
     acceptance, generator = Acceptance(), np.random.default_rng(0)
     tree, chain = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1)
 
-    def serve(shape: StepShape, chance: float) -> Skill:
-        skill = Skill(FREE)
+    def serve(shape: StepShape, chance: float) -> RequestEffect:
+        effect = RequestEffect(FREE)
         for _ in range(30):
             draws = generator.random(4)
             hit = 1 - (1 - chance) ** 2 if shape is tree else chance
             accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
-            acceptance.observe(shape, [skill], Given([1 + accepted], [15], [4], [first]))
-        return skill
+            acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [first]))
+        return effect
 
     for _ in range(30):
         serve(tree, 0.8)
@@ -461,20 +461,20 @@ def test_a_tree_is_no_better_for_the_easy_texts_that_it_was_run_for() -> None:
 
 def test_a_text_that_grows_easier_under_one_shape_does_so_for_all() -> None:
     acceptance, generator = Acceptance(), np.random.default_rng(0)
-    tree, chain, skill = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1), Skill(FREE)
+    tree, chain, effect = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1), RequestEffect(FREE)
 
     def step(shape: StepShape, chance: float) -> None:
         draws = generator.random(4)
         hit = 1 - (1 - chance) ** 2 if shape is tree else chance
         accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
-        acceptance.observe(shape, [skill], Given([1 + accepted], [15], [4], [first]))
+        acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [first]))
 
     for _ in range(300):
         step(tree, 0.3)
         step(chain, 0.3)
     for _ in range(25):
         step(chain, 0.85)
-    found = acceptance.expected(tree, np.array([skill.shift]), np.array([FREE]))
+    found = acceptance.expected(tree, np.array([effect.shift]), np.array([FREE]))
     assert found > 0.7 * sum(0.9775**level for level in range(5))
 
 
@@ -482,14 +482,14 @@ def test_a_text_that_grows_easier_under_one_shape_does_so_for_all() -> None:
 def test_many_surprises_at_once_are_not_exaggerated(slots: int) -> None:
     """Deep levels that were never tested are believed as good as the sure ones above them, and are a coin's toss."""
     acceptance, generator = Acceptance(), np.random.default_rng(0)
-    skills = [Skill(FREE) for _ in range(slots)]
+    effects = [RequestEffect(FREE) for _ in range(slots)]
 
     def step(levels: int, chances: Sequence[float]) -> None:
         draws = generator.random((slots, levels)) < chances
         accepted = draws.cumprod(1).sum(1).tolist()
         drafted = [levels] * slots
         shape = StepShape(slots, slots * (levels + 1), levels, 1)
-        acceptance.observe(shape, skills, Given([1 + n for n in accepted], drafted, drafted, accepted))
+        acceptance.observe(shape, effects, StepOutcome([1 + n for n in accepted], drafted, drafted, accepted))
 
     for _ in range(300):
         step(2, [0.98, 0.98])

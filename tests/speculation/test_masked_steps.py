@@ -21,7 +21,7 @@ from specserve.engine.commands import Settle, Step
 from specserve.engine.runner import Runner
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.request import Request
-from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.control.acceptance import RequestEffect
 
 pytest.importorskip("llguidance")
 
@@ -158,7 +158,8 @@ def test_a_step_waits_only_where_it_pays() -> None:
     constraints = Constraints(Masks())
     requests = [
         cast(
-            Request, SimpleNamespace(params=params, slot=0, skill=Skill(4, True, predicted_hits=3, tokens=9))
+            Request,
+            SimpleNamespace(params=params, slot=0, effect=RequestEffect(4, True, predicted_hits=3, tokens=9)),
         )
     ]
     with patch.object(Masks, "free_tokens", lambda self, slot: 0):
@@ -171,7 +172,7 @@ def test_a_step_waits_only_where_it_pays() -> None:
         for _ in range(100):
             constraints.ran(1, 0.010, 0.003)
         assert constraints.force(requests)
-        free = [cast(Request, SimpleNamespace(params=SamplingParams(), slot=0, skill=Skill(4)))]
+        free = [cast(Request, SimpleNamespace(params=SamplingParams(), slot=0, effect=RequestEffect(4)))]
         assert not constraints.force(requests + free)
 
 

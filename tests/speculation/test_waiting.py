@@ -15,7 +15,7 @@ from specserve.scheduler.admission import Compiling
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.control.acceptance import RequestEffect
 from tests.engines import Checkpoints, Client, make_scheduler, requests_of
 from tests.test_leaks import run_mixed
 
@@ -89,7 +89,7 @@ def test_until_pages_are_freed_or_cached_nothing_fits(page_size: int) -> None:
     def prompted(length: int) -> Request:
         prompt = [0] * rng.randint(0, length) + [rng.randrange(2) for _ in range(length)]
         return Request(
-            "", prompt, SamplingParams(), 0, 0, 10**6, frozenset(), 0, Skill(0), 0.0, context=prompt
+            "", prompt, SamplingParams(), 0, 0, 10**6, frozenset(), 0, RequestEffect(0), 0.0, context=prompt
         )
 
     def take(request: Request, tokens: int) -> bool:

@@ -33,7 +33,7 @@ from specserve.tools.train.packing import Documents
 SIZE, LEVELS = 128, 3
 
 
-class Network(DraftModule):
+class TextNetwork(DraftModule):
     """``state = tanh(mix(state) + embedding)``; ``head`` turns it into scores."""
 
     def __init__(self, target: LlamaModel) -> None:
@@ -51,13 +51,13 @@ class Network(DraftModule):
         return out
 
 
-class RecurrentDrafter(Drafter):
+class TextStateDrafter(Drafter):
     """``state_RH``: the network's state after all tokens of a text but the last one, its root. What the prefix cache
     gave is not a part of it."""
 
     state_RH: Tensor
 
-    def __init__(self, name: str, network: Network) -> None:
+    def __init__(self, name: str, network: TextNetwork) -> None:
         self.name = name
         self.vocab_size = network.vocab_size
         self.network = network
@@ -98,17 +98,17 @@ class RecurrentDrafter(Drafter):
         return None
 
 
-def load(draft: DraftSettings, target: LlamaModel) -> RecurrentDrafter:
+def load(draft: DraftSettings, target: LlamaModel) -> TextStateDrafter:
     source = DraftSource(TensorFiles(draft.path))
-    return RecurrentDrafter(
-        draft.name, load_draft(draft, target, source, lambda _, target: Network(target)).module
+    return TextStateDrafter(
+        draft.name, load_draft(draft, target, source, lambda _, target: TextNetwork(target)).module
     )
 
 
 METHOD = Method("RECURRENT", load, heads=("RECURRENT",))
 
 
-class Trainer(LastStateTrainer):
+class TextTrainer(LastStateTrainer):
     """Its states begin at each token."""
 
     def states(self, level: int, tokens_T: Tensor, states: Tensor) -> Tensor:
@@ -117,12 +117,12 @@ class Trainer(LastStateTrainer):
         return found
 
 
-def trainer(args: Namespace, target: LlamaModel, _: Sequence[Documents]) -> Trainer:
+def trainer(args: Namespace, target: LlamaModel, _: Sequence[Documents]) -> TextTrainer:
     with target.device:
-        return Trainer(target, Network(target), LEVELS, args.ttt_decay)
+        return TextTrainer(target, TextNetwork(target), LEVELS, args.ttt_decay)
 
 
-def files(trainer: Trainer, _: Namespace) -> Files:
+def files(trainer: TextTrainer, _: Namespace) -> Files:
     return Files(file_tensors(trainer.draft), {"size": SIZE})
 
 

@@ -20,7 +20,7 @@ from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.mtp import MTPHead
 from specserve.models.draft.p_eagle import PEagleHead
 from specserve.models.draft.reader import Eagle3Reading, EagleReading, MTPReading, PEagleReading, Reading
-from specserve.models.draft.source import Source, open_source
+from specserve.models.draft.source import HeadSource, open_source
 from specserve.models.llama import LlamaModel
 
 Head = EagleHead | Eagle3Head | MTPHead
@@ -44,7 +44,7 @@ def load_head(
         check_window(reading.source.config, reading.source.config_file, target.max_positions)
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
 
-    def make(_: Source, target: LlamaModel) -> Head:
+    def make(_: HeadSource, target: LlamaModel) -> Head:
         layer = 0 if parallel else target.config.num_layers  # where layers are counted from in the pool
         lm_head = None if own else target.lm_head
         return make_head(config, layer, target.max_positions, target.embed_tokens, lm_head)
@@ -74,7 +74,7 @@ def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target:
     return _KINDS[kind][0](source, target)
 
 
-def _eagle_kind(source: Source) -> str:
+def _eagle_kind(source: HeadSource) -> str:
     """Return EAGLE or EAGLE3; EAGLE-3's attention reads twice the hidden size."""
     q_proj, fc = "self_attn.q_proj.weight", "fc.weight"
     columns = source.matrix(q_proj)[1]

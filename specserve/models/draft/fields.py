@@ -18,7 +18,7 @@ _FUSED = ("EAGLE3", "P_EAGLE")
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class DraftField:
     """``kinds``: the heads for which the flag accepts it. ``hint``: added to the expected values in the flag's
     errors."""
 
@@ -33,25 +33,25 @@ _LIST = Values(
 _ID = Values("a token id", lambda found: type(found) is int and found >= 0)
 _SIDE = Values("pre or post", lambda found: found in ("pre", "post"))
 
-FIELDS: dict[str, Field] = {
-    "rope_theta": Field(NUMBER, KINDS),
-    "rope_scaling": Field(OBJECT.or_null, KINDS),
-    LIST: Field(_LIST, _FUSED, ", the layers whose input is read"),
-    "use_aux_hidden_state": Field(TRUTH, _FUSED),
-    "use_own_embedding": Field(TRUTH, ("EAGLE", *_FUSED)),
-    "norm_before_residual": Field(TRUTH, _FUSED),
-    "norm_before_head": Field(TRUTH, _FUSED),
-    "recycled_hidden": Field(_SIDE, _AUTOREGRESSIVE),
-    "mask_token_id": Field(_ID, ("P_EAGLE",)),
-    "mtp_hidden": Field(_SIDE, ("MTP",)),
-    "num_attention_heads": Field(COUNT, KINDS),
-    "vocab_size": Field(COUNT, KINDS),
-    "target_hidden_size": Field(COUNT, _FUSED),
-    "rms_norm_eps": Field(NUMBER, KINDS),
+FIELDS: dict[str, DraftField] = {
+    "rope_theta": DraftField(NUMBER, KINDS),
+    "rope_scaling": DraftField(OBJECT.or_null, KINDS),
+    LIST: DraftField(_LIST, _FUSED, ", the layers whose input is read"),
+    "use_aux_hidden_state": DraftField(TRUTH, _FUSED),
+    "use_own_embedding": DraftField(TRUTH, ("EAGLE", *_FUSED)),
+    "norm_before_residual": DraftField(TRUTH, _FUSED),
+    "norm_before_head": DraftField(TRUTH, _FUSED),
+    "recycled_hidden": DraftField(_SIDE, _AUTOREGRESSIVE),
+    "mask_token_id": DraftField(_ID, ("P_EAGLE",)),
+    "mtp_hidden": DraftField(_SIDE, ("MTP",)),
+    "num_attention_heads": DraftField(COUNT, KINDS),
+    "vocab_size": DraftField(COUNT, KINDS),
+    "target_hidden_size": DraftField(COUNT, _FUSED),
+    "rms_norm_eps": DraftField(NUMBER, KINDS),
 }
-FIELDS |= dict.fromkeys(("add_para_norm", "embed_requires_grad", "fc_norm", "layernorms"), Field(TRUTH))
-FIELDS |= dict.fromkeys(("pard_token", "ptd_token_id"), Field(_ID))
-FIELDS |= dict.fromkeys(("norm_before_fc", "norm_output", "tie_word_embeddings"), Field(TRUTH))
+FIELDS |= dict.fromkeys(("add_para_norm", "embed_requires_grad", "fc_norm", "layernorms"), DraftField(TRUTH))
+FIELDS |= dict.fromkeys(("pard_token", "ptd_token_id"), DraftField(_ID))
+FIELDS |= dict.fromkeys(("norm_before_fc", "norm_output", "tie_word_embeddings"), DraftField(TRUTH))
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 
-class Layout(NamedTuple):
+class MedusaNames(NamedTuple):
     """Names in a file: the ``j``-th block of head ``i``, the output head after ``blocks`` of them, and the config
     fields with the numbers of heads and blocks."""
 
@@ -43,8 +43,10 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = (
-    Layout("{i}.{j}.linear", "{i}.{blocks}", ("medusa_num_heads", "medusa_num_layers"), "0.0.linear.weight"),
-    Layout(
+    MedusaNames(
+        "{i}.{j}.linear", "{i}.{blocks}", ("medusa_num_heads", "medusa_num_layers"), "0.0.linear.weight"
+    ),
+    MedusaNames(
         "blocks.{i}.layers.{j}",
         "lm_heads.{i}",
         ("num_heads", "num_hidden_layers"),
@@ -60,7 +62,7 @@ class MedusaSource(DraftSource):
     """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: number of output heads; with 1 all heads share it,
     with 0 they use the target's."""
 
-    layout: Layout
+    layout: MedusaNames
     heads: int
     blocks: int
     scorers: int
@@ -123,7 +125,7 @@ def open_medusa(path: Path) -> MedusaSource:
 def _source(
     path: Path,
     files: TensorFiles,
-    layout: Layout,
+    layout: MedusaNames,
     prefix: str,
     found: set[tuple[int, int]],
     config: dict[str, Any],

@@ -19,7 +19,7 @@ from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import FLAG, LIST, check_fields
 from specserve.models.draft.load import read_ids
-from specserve.models.draft.source import Source
+from specserve.models.draft.source import HeadSource
 
 
 class Part(NamedTuple):
@@ -51,7 +51,7 @@ class Reading:
     parts: ClassVar[dict[str, Part]] = {}
     ids: Tensor | None = None
 
-    def __init__(self, source: Source, target: ModelConfig) -> None:
+    def __init__(self, source: HeadSource, target: ModelConfig) -> None:
         self.source, self.target = source, target
 
     def read(self) -> tuple[dict[str, Any], list[str]]:

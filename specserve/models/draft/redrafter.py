@@ -27,7 +27,7 @@ from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 
-class Layout(NamedTuple):
+class ReDrafterNames(NamedTuple):
     """Names in a file: a block, the scores after ``blocks`` of them, what they begin with; and the config fields with
     the number of blocks, their width, and whether there is a recurrent network."""
 
@@ -37,8 +37,8 @@ class Layout(NamedTuple):
     fields: tuple[str, str, str]
 
 
-APPLE = Layout("", "lm_head.{}.linear", "lm_head.{}", ("num_draft_layers", "exit_dim", "rnn"))
-TENSORRT = Layout(
+APPLE = ReDrafterNames("", "lm_head.{}.linear", "lm_head.{}", ("num_draft_layers", "exit_dim", "rnn"))
+TENSORRT = ReDrafterNames(
     "drafter.",
     "layers.{}.linear",
     "lm_head",
@@ -50,7 +50,7 @@ TENSORRT = Layout(
 class ReDrafterSource(DraftSource):
     """A checkpoint with ``blocks`` residual blocks of ``width`` channels."""
 
-    layout: Layout
+    layout: ReDrafterNames
     blocks: int
 
     def stored(self, name: str) -> str:
@@ -91,7 +91,7 @@ def open_redrafter(path: Path) -> ReDrafterSource:
     return source
 
 
-def _source(files: TensorFiles, layout: Layout) -> ReDrafterSource:
+def _source(files: TensorFiles, layout: ReDrafterNames) -> ReDrafterSource:
     name = layout.prefix + layout.block + ".weight"
     blocks = next(j for j in count() if name.format(j) not in files)
     return ReDrafterSource(files, layout, blocks, prefix=layout.prefix)

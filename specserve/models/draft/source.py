@@ -42,7 +42,7 @@ _FOREIGN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source(DraftSource):
+class HeadSource(DraftSource):
     """``config`` is flat and includes the overrides."""
 
     config: dict[str, Any]
@@ -122,7 +122,7 @@ class Source(DraftSource):
         return FLAG if name in self.overrides else f"its config's {name}"
 
 
-def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
+def open_source(path: Path, overrides: Mapping[str, Any]) -> HeadSource:
     """Read a directory. Raises ValueError if it is unreadable or names an unsupported kind of head."""
     files, config = TensorFiles(path), read_json(path / "config.json")
     inner: dict[str, Any] = next((config[n] for n in _NESTED if isinstance(config.get(n), dict)), {})
@@ -130,7 +130,7 @@ def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
     check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
     check_rope_fields(flat, path / "config.json")
     prefix = "mtp_layers." if any(name.startswith("mtp_layers.") for name in files.names()) else ""
-    source = Source(files, _overridden(flat, overrides), overrides, prefix=prefix)
+    source = HeadSource(files, _overridden(flat, overrides), overrides, prefix=prefix)
     _refuse_foreign(source)
     return source
 
@@ -144,7 +144,7 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return {**config, **overrides}
 
 
-def _refuse_foreign(source: Source) -> None:
+def _refuse_foreign(source: HeadSource) -> None:
     names, layers = source.files.names(), "mtp_layers" if source.is_mtp else "layers"
     for pattern, what in _FOREIGN.items():
         if not source.is_mtp and any(re.match(pattern, name) for name in names):

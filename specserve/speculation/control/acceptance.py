@@ -28,8 +28,8 @@ CHAIN: Family = (1, 0, 0)
 
 FORGET = 0.995  # decay of a level's evidence, at each step that tests it
 IDLE_FORGET = 0.999  # its decay at each step that does not
-SKILL_FORGET = 0.97  # decay of a request's counts, at each of its steps
-SKILL_PRIOR = 2.0  # prior information (eight tested levels) that a request is like the others
+EFFECT_FORGET = 0.97  # decay of a request's counts, at each of its steps
+EFFECT_PRIOR = 2.0  # prior information (eight tested levels) that a request is like the others
 PRIOR_PREDICTED = 0.8  # prior probability that a predicted text is right
 PRIOR_DUE = 0.3  # prior probability that a grammar forces the next token
 PREDICTED_TESTS = 10.0  # weight of these two priors, in tokens
@@ -42,7 +42,7 @@ MOST = 0.995  # upper limit of a probability
 
 
 @dataclass(slots=True)
-class Skill:
+class RequestEffect:
     """A request's acceptance relative to the others. ``cap``: most nodes drafted for it in a step.
 
     ``shift`` is added to the log-odds of every level, as in the Rasch model (1960): a level that is nearly certain
@@ -62,14 +62,14 @@ class Skill:
     tokens: float = PREDICTED_TESTS
 
     @classmethod
-    def of(cls, cap: int, params: SamplingParams) -> Skill:
+    def of(cls, cap: int, params: SamplingParams) -> RequestEffect:
         if params.prediction or params.grammar is None:
             return cls(cap, predicted=bool(params.prediction))
         return cls(cap, predicted=True, predicted_hits=PREDICTED_TESTS * PRIOR_DUE)
 
     @property
     def shift(self) -> float:
-        return self.residual / (self.information + SKILL_PRIOR)
+        return self.residual / (self.information + EFFECT_PRIOR)
 
     @property
     def floor(self) -> float:
@@ -85,17 +85,17 @@ class Skill:
     def follow(self, predicted_hits: int, emitted: int) -> None:
         """Count a step, drafted or not, that emitted ``emitted`` tokens, of which the first ``predicted_hits`` were
         predicted."""
-        self.predicted_hits = SKILL_FORGET * self.predicted_hits + predicted_hits
-        self.tokens = SKILL_FORGET * self.tokens + min(predicted_hits + 1, emitted)
+        self.predicted_hits = EFFECT_FORGET * self.predicted_hits + predicted_hits
+        self.tokens = EFFECT_FORGET * self.tokens + min(predicted_hits + 1, emitted)
 
     def forget(self) -> None:
         """Decay the evidence of earlier steps: without more of it a request becomes like the others again."""
-        self.residual *= SKILL_FORGET
-        self.information *= SKILL_FORGET
+        self.residual *= EFFECT_FORGET
+        self.information *= EFFECT_FORGET
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StepOutcome:
     """A step's result for each request: tokens emitted; nodes drafted, without the root; how many first choices, as a
     chain would draft them, its tree held; and how many of these were accepted.
 
@@ -118,7 +118,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tests:
+class _LevelTests:
     """The levels that a step tested, whether each was accepted, and the probability that it would be."""
 
     met_RS: NDArray[np.bool_]
@@ -126,13 +126,13 @@ class _Tests:
     chance_RS: Floats
 
     @classmethod
-    def of(cls, odds_S: Floats, shift_R: Floats, accepted_R: Ints, offered_R: Ints) -> _Tests:
+    def of(cls, odds_S: Floats, shift_R: Floats, accepted_R: Ints, offered_R: Ints) -> _LevelTests:
         level_S = np.arange(len(odds_S))
         met_RS = np.minimum(accepted_R + 1, offered_R)[:, None] > level_S
         hit_RS = met_RS & (accepted_R[:, None] > level_S)
         return cls(met_RS, hit_RS, _chance(odds_S + shift_R[:, None]))
 
-    def of_shift(self, odds_S: Floats, shift_R: Floats) -> _Tests:
+    def of_shift(self, odds_S: Floats, shift_R: Floats) -> _LevelTests:
         """Return the same tests with the probabilities of other shifts."""
         return replace(self, chance_RS=_chance(odds_S + shift_R[:, None]))
 
@@ -146,7 +146,7 @@ class _Tests:
 
 
 @dataclass(slots=True)
-class _Learned:
+class _LevelEstimate:
     """Log-odds of levels, estimated like a request's shift, but with the level above as the prior mean instead of 0.
     ``prior``: the prior's information."""
 
@@ -210,8 +210,8 @@ class Acceptance:
 
     def __init__(self, searches: bool = False) -> None:
         self._searches = searches
-        self._chain = _Learned(CHAIN_PRIOR)
-        self._trees: dict[Family, _Learned] = {}
+        self._chain = _LevelEstimate(CHAIN_PRIOR)
+        self._trees: dict[Family, _LevelEstimate] = {}
         self._step = 0
 
     def levels(self, family: Family, levels: int) -> Floats:
@@ -225,7 +225,7 @@ class Acceptance:
         chain_S = self._chain_odds(levels)
         if family == CHAIN:
             return chain_S
-        tree = self._trees.setdefault(family, _Learned(TREE_PRIOR))
+        tree = self._trees.setdefault(family, _LevelEstimate(TREE_PRIOR))
         return np.asarray(chain_S + tree.at(levels, _width_odds(family), self._step))
 
     def expected(
@@ -253,41 +253,41 @@ class Acceptance:
             return slots + float(kept_RS.sum())
         return slots + float(np.partition(kept_RS, -budget, axis=None)[-budget:].sum())
 
-    def observe(self, shape: StepShape, skills: Sequence[Skill], given: Given) -> None:
+    def observe(self, shape: StepShape, effects: Sequence[RequestEffect], outcome: StepOutcome) -> None:
         """Learn from a step. Requests guided by a predicted text are left out: their acceptance says nothing about the
         draft."""
         self._step += 1
-        own = [index for index in range(len(skills)) if index not in given.guided]
+        own = [index for index in range(len(effects)) if index not in outcome.guided]
         for index in own:
-            skills[index].forget()
+            effects[index].forget()
         if not shape.levels or not own:
             return
-        shift_R = np.array([skills[index].shift for index in own])
-        accepted_R = np.array(given.emitted)[own] - 1
-        offered_R = np.minimum(shape.depth, np.array(given.drafted)[own])  # exact for chains
-        missing_R = self._missing(shape, np.array([skills[index].cap for index in own]), offered_R, given)
+        shift_R = np.array([effects[index].shift for index in own])
+        accepted_R = np.array(outcome.emitted)[own] - 1
+        offered_R = np.minimum(shape.depth, np.array(outcome.drafted)[own])  # exact for chains
+        missing_R = self._missing(shape, np.array([effects[index].cap for index in own]), offered_R, outcome)
         offered_R = offered_R + missing_R
         family, chain_S = family_of(shape), self._chain_odds(shape.depth)
         if family == CHAIN:
-            chain = tests = _Tests.of(chain_S, shift_R, accepted_R, offered_R)
+            chain = tests = _LevelTests.of(chain_S, shift_R, accepted_R, offered_R)
         else:
             odds_S = self._family_odds(family, shape.depth)
-            tests = _Tests.of(odds_S, shift_R, accepted_R, offered_R)
-            chains_R = np.array(given.chains)[own] + missing_R
-            chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], chains_R)
+            tests = _LevelTests.of(odds_S, shift_R, accepted_R, offered_R)
+            chains_R = np.array(outcome.chains)[own] + missing_R
+            chain = _LevelTests.of(chain_S, shift_R, np.array(outcome.firsts)[own], chains_R)
             self._learn_tree(family, tests, chain)
         usual = chain.of_shift(chain_S, OWN * shift_R)
         self._chain.learn(chain_S, usual.residual_RS.sum(0), usual.information_RS.sum(0), self._step)
         learned = tests.residual_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
         for index, residual, information in zip(own, *learned, strict=True):
-            skills[index].observe(residual, information)
+            effects[index].observe(residual, information)
 
-    def _missing(self, shape: StepShape, caps_R: Ints, offered_R: Ints, given: Given) -> Ints:
+    def _missing(self, shape: StepShape, caps_R: Ints, offered_R: Ints, outcome: StepOutcome) -> Ints:
         """Return 1 for each request that had nodes left for another level but no draft, else 0."""
-        spare = self._searches and sum(given.drafted) < shape.nodes - shape.slots
+        spare = self._searches and sum(outcome.drafted) < shape.nodes - shape.slots
         return np.asarray(spare & (offered_R < np.minimum(caps_R, shape.depth)), np.int64)
 
-    def _learn_tree(self, family: Family, tests: _Tests, chain: _Tests) -> None:
+    def _learn_tree(self, family: Family, tests: _LevelTests, chain: _LevelTests) -> None:
         tree, beyond_S = self._trees[family], (tests.residual_RS - chain.residual_RS).sum(0)
         believed_S = tree.at(len(beyond_S), _width_odds(family), self._step)
         tree.learn(believed_S, beyond_S, tests.information_RS.sum(0), self._step)

@@ -13,7 +13,7 @@ from math import exp
 
 import numpy as np
 
-from specserve.speculation.control.acceptance import Acceptance, Floats, Given, Ints, Skill
+from specserve.speculation.control.acceptance import Acceptance, Floats, Ints, RequestEffect, StepOutcome
 from specserve.speculation.control.cost import OUTLIER, CostModel
 from specserve.speculation.shape import StepShape
 
@@ -42,7 +42,7 @@ class Batch:
     in their caches together, and how many requests began since the last step. ``masked``: the host restricts the tokens
     after its nodes. ``probed_at``: for a probe, the best rate when it was chosen."""
 
-    skills: Sequence[Skill]
+    effects: Sequence[RequestEffect]
     rooms: Sequence[int]
     kv_tokens: int
     begun: int = 0
@@ -98,7 +98,7 @@ class Controller:
     def choose(self, batch: Batch) -> StepShape:
         """Return the shape of the next step."""
         self._step += 1
-        kind, held = (len(batch.skills), batch.masked), self._held
+        kind, held = (len(batch.effects), batch.masked), self._held
         if held is not None and (held.slots, held.masked) == kind and self._step < held.until:
             return held.shape
         shape, until = self._decide(batch)
@@ -107,12 +107,12 @@ class Controller:
 
     def _decide(self, batch: Batch) -> tuple[StepShape, int]:
         """Return a shape, and the step of the next decision."""
-        shapes = self.candidates(len(batch.skills))
-        caps = np.minimum([skill.cap for skill in batch.skills], batch.rooms)
+        shapes = self.candidates(len(batch.effects))
+        caps = np.minimum([effect.cap for effect in batch.effects], batch.rooms)
         if len(shapes) == 1 or not caps.any():
             return shapes[0], self._step + 1
-        shifts = np.array([skill.shift for skill in batch.skills])
-        floors = np.array([skill.floor for skill in batch.skills])
+        shifts = np.array([effect.shift for effect in batch.effects])
+        floors = np.array([effect.floor for effect in batch.effects])
         rates, seconds = self._rates(shapes, batch, shifts, caps, floors)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, seconds, best, batch)
@@ -178,13 +178,13 @@ class Controller:
         limit = STALE_NEAR if worth else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
-    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+    def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
         """Learn from a step. A probe is charged what it actually lost, without pauses, which would have come anyway."""
-        tokens = given.tokens
+        tokens = outcome.tokens
         if batch.probed_at is not None:
             believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens, batch.masked))
             self.allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
-        self.acceptance.observe(shape, batch.skills, given)
+        self.acceptance.observe(shape, batch.effects, outcome)
         self._turnover.observe(batch.begun, tokens)
-        self._ends.observe(given.stopped, tokens)
+        self._ends.observe(outcome.stopped, tokens)
         self.cost.observe(shape, batch.kv_tokens, seconds, batch.masked)

@@ -30,7 +30,7 @@ CATCH_UP, MOST_ROWS = 8, 128
 """The pass takes up to CATCH_UP tokens of a slot, fewer where those of all slots would exceed MOST_ROWS."""
 
 
-class Rows(NamedTuple):
+class PassRows(NamedTuple):
     """The input of a pass. ``slot_T``: each row's slot; padding rows have the last one."""
 
     batch: TokenBatch
@@ -43,7 +43,7 @@ class Window:
     """Up to W tokens of each slot from the end of the draft's cache, then its masks. ``live_B``: the window reaches the
     slot's root; its row is ``root_B`` (elsewhere the row of the window's last token)."""
 
-    rows: Rows
+    rows: PassRows
     root_B: Tensor
     live_B: Tensor
     end_B: Tensor  # where the cache ends after this pass, and masks begin
@@ -106,7 +106,7 @@ class CatchUpDrafter(Drafter):
         max_kv: int,
         masks: int = 0,
         mask_token: int = 0,
-    ) -> Rows:
+    ) -> PassRows:
         """The tokens of each slot from ``begin_B`` to below ``end_B``, at most ``most``, then the masks, to below
         ``max_kv``."""
         slots, size = view.slots, most + masks
@@ -135,7 +135,7 @@ class CatchUpDrafter(Drafter):
             token_T = token_T.where(position_T < end_B[slot_T], mask_token)
         plan = context.attention.plan_verify(nodes)
         attend = self._attend(context, plan, page_T.where(live_T, 0), offset_T)
-        return Rows(TokenBatch(token_T, position_T, attend), slot_T, q_start)
+        return PassRows(TokenBatch(token_T, position_T, attend), slot_T, q_start)
 
     def _attend(self, context: Context, plan: Plan, page_T: Tensor, offset_T: Tensor) -> PagedAttend:
         return PagedAttend(context.pool, plan, page_T, offset_T, self._layer)

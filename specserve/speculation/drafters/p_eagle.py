@@ -29,7 +29,7 @@ from specserve.models.draft.p_eagle import MOST_LEVELS, PEagleHead
 from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.catch_up import CatchUpDrafter, Rows, Window
+from specserve.speculation.drafters.catch_up import CatchUpDrafter, PassRows, Window
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
@@ -88,8 +88,8 @@ class PEagleDrafter(CatchUpDrafter):
     def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
         return self._run(context, view, window.rows, window.end_B)
 
-    def _run(self, context: Context, view: View, rows: Rows, end_B: Tensor | None = None) -> Tensor:
-        """Run the layers and return the rows' states. Rows from ``end_B`` on are masks."""
+    def _run(self, context: Context, view: View, rows: PassRows, end_B: Tensor | None = None) -> Tensor:
+        """Run the layers and return the rows' states. PassRows from ``end_B`` on are masks."""
         batch, slot_T = rows.batch, rows.slot_T
         features_TH = _features_before(context.pool, view.slots.pages_BM[slot_T], batch.positions_T)
         if end_B is not None:
