@@ -233,7 +233,13 @@ _head("ARCTIC_LSTM", "recurrent:load_arctic_lstm", "arctic_lstm:count_levels")
 _head("REDRAFTER", "recurrent:load_redrafter")
 _OWN_HEAD = "its draft scores with its own head"
 _head("STANDALONE", "standalone:StandaloneDrafter.load", map_refusal=_OWN_HEAD)
-_head("PARD", "pard:PardDrafter.load", "pard:count_levels", heads=("STANDALONE",), map_refusal=_OWN_HEAD)
+_head(
+    "PARD",
+    "pard:PardDrafter.load",
+    count_levels=f"{_DRAFTERS}.pard:count_levels",
+    heads=("STANDALONE",),
+    map_refusal=_OWN_HEAD,
+)
 _head("P_EAGLE", "p_eagle:PEagleDrafter.load", "p_eagle:count_levels")
 register(Method("NGRAM", f"{_DRAFTERS}.ngram:NgramDrafter.load", copies="all"))
 _SUFFIX = register(Method("SUFFIX", f"{_DRAFTERS}.suffix:SuffixDrafter.load", copies="all", recalls=True))

@@ -28,10 +28,9 @@ from specserve.layers.linear import (
 )
 from specserve.layers.rotary import RopeConfig
 from specserve.models.draft import head as draft_head
-from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
-from specserve.models.draft.head import LayerHead
+from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.mtp import MTPHead
 from specserve.models.draft.token_map import score_by
 from specserve.process import assemble as build

@@ -13,6 +13,8 @@ from specserve.methods import MAX_NODES, MOST_COPIED, Lookahead, Method, names_l
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
 
+QUANTIZATION, DATASTORE = "speculative_draft_quantization", "speculative_datastore"
+RECALLED = "speculative_suffix_cache_tokens"
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 LOOKAHEAD = {
     "speculative_lookahead_window": 7,
@@ -34,17 +36,10 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: Notes) -> Set
     flag."""
     given = [name for name in SHAPE if getattr(settings, name) is not None]
     method = settings.method
+    settings = _draft_quantization(_without_unused(settings, method, notes), method, notes)
     if method is None:
-        return _plain(settings, notes)
-    if not method.needs_draft:
-        weights = ["speculative_draft_quantization", "speculative_draft_config_override"]
-        settings = settings.without(weights, f": {method.name} has no weights", notes)
-        settings = replace(settings, speculative_draft_quantization="none")
-    elif settings.speculative_draft_quantization == "auto":
-        settings = _draft_quantization(settings, notes)
-    settings = _recall(settings, method, notes)
-    settings = _datastore(settings, method, notes)
-    settings = _lookahead(settings, method, notes)
+        return replace(settings, speculative_adaptive=False)
+    settings = _texts(settings, method, notes)
     if method.fixed_shape is not None:
         return _fixed(settings, method, method.fixed_shape, given, notes)
     always = not settings.speculative_adaptive and (given or settings.speculative_adaptive is False)
@@ -99,42 +94,49 @@ def _map_refused(settings: Settings, method: Method, takes: Callable[[Method], b
     )
 
 
-def _recall(settings: Settings, method: Method, notes: Notes) -> Settings:
-    """Choose how many tokens of earlier answers are kept."""
-    name = "speculative_suffix_cache_tokens"
-    if not method.recalls:
-        return settings.without(
-            [name], f": {settings.speculative_algorithm} does not use earlier answers", notes
-        )
-    if settings.speculative_suffix_cache_tokens is not None:
-        return settings
-    return settings.choose(name, ANSWER_TOKENS, "none was given", notes)
-
-
-def _datastore(settings: Settings, method: Method, notes: Notes) -> Settings:
-    """Check that a method which reads a datastore has one."""
-    name, algorithm = "speculative_datastore", settings.speculative_algorithm
-    if not method.reads_datastore:
-        return settings.without([name], f": {algorithm} uses no datastore", notes)
-    if settings.speculative_datastore is None:
-        raise ValueError(
-            f"{_flag(name)}: needed for --speculative-algorithm {algorithm}: a file written by python -m "
-            "specserve.datastore or by REST's own tools"
-        )
+def _without_unused(settings: Settings, method: Method | None, notes: Notes) -> Settings:
+    """Drop the settings that the method does not read."""
+    algorithm, weights = settings.speculative_algorithm, (QUANTIZATION, "speculative_draft_config_override")
+    if method is None:
+        idle = {"speculative_adaptive": False, QUANTIZATION: "none"}
+        rest = [name for name, declared in SETTINGS.items() if declared.group == SPECULATION]
+        unused = [name for name in rest[1:] if getattr(settings, name) != idle.get(name)]
+        return settings.without(unused, f": speculative_algorithm is {algorithm}", notes)
+    for names, read, why in (
+        (weights, method.needs_draft, f"{method.name} has no weights"),
+        ((RECALLED,), method.recalls, f"{algorithm} does not use earlier answers"),
+        ((DATASTORE,), method.reads_datastore, f"{algorithm} uses no datastore"),
+        (LOOKAHEAD, method.looks_ahead, f"{algorithm} has no window"),
+    ):
+        if not read:
+            settings = settings.without(names, f": {why}", notes)
     return settings
 
 
-def _lookahead(settings: Settings, method: Method, notes: Notes) -> Settings:
-    """Choose the sizes of lookahead decoding. Raises ValueError for more nodes than a tree has."""
-    if not method.looks_ahead:
-        return settings.without(LOOKAHEAD, f": {settings.speculative_algorithm} has no window", notes)
-    for name, size in LOOKAHEAD.items():
+def _draft_quantization(settings: Settings, method: Method | None, notes: Notes) -> Settings:
+    """Quantize a draft to 8 bits if that saves bytes and the faster steps outweigh the worse guesses."""
+    if settings.speculative_draft_quantization != "auto":
+        return settings
+    gains = settings.device == "cuda" and settings.dtype in ("bfloat16", "float16")
+    if not gains or method is None or not method.needs_draft:
+        return replace(settings, speculative_draft_quantization="none")
+    return settings.choose(QUANTIZATION, "int8", "draft levels then read half the bytes on a GPU", notes)
+
+
+def _texts(settings: Settings, method: Method, notes: Notes) -> Settings:
+    """Choose how much text a method copies from, or looks ahead at. Raises ValueError for one that lacks a datastore,
+    and for more nodes than a tree has."""
+    defaults = LOOKAHEAD if method.looks_ahead else {RECALLED: ANSWER_TOKENS} if method.recalls else {}
+    for name, value in defaults.items():
         if getattr(settings, name) is None:
-            settings = settings.choose(name, size, "none was given", notes)
-    sizes = lookahead_of(settings)
-    assert sizes is not None
-    (_, _, nodes), (window, ngram, guesses) = sizes.shape, map(_flag, LOOKAHEAD)
-    if nodes > MAX_NODES:
+            settings = settings.choose(name, value, "none was given", notes)
+    if method.reads_datastore and settings.speculative_datastore is None:
+        raise ValueError(
+            f"{_flag(DATASTORE)}: needed for --speculative-algorithm {settings.speculative_algorithm}: a file written "
+            "by python -m specserve.datastore or by REST's own tools"
+        )
+    sizes, (window, ngram, guesses) = lookahead_of(settings), map(_flag, LOOKAHEAD)
+    if sizes is not None and (nodes := sizes.shape[2]) > MAX_NODES:
         raise ValueError(
             f"{window}: ({ngram} - 1) * ({window} + {guesses}) must be at most {MAX_NODES}, the nodes of a tree, "
             f"found ({sizes.ngram} - 1) * ({sizes.window} + {sizes.guesses}) = {nodes}"
@@ -150,14 +152,6 @@ def _one_shape(settings: Settings, sizes: Lookahead) -> Settings:
                 f"{_flag(name)}: {', '.join(map(_flag, LOOKAHEAD))} make it {value}, found {getattr(settings, name)}"
             )
     return replace(settings, **_shape(*sizes.shape))
-
-
-def _draft_quantization(settings: Settings, notes: Notes) -> Settings:
-    """Quantize the draft to 8 bits if that saves bytes and the faster steps outweigh the worse guesses."""
-    if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
-        return replace(settings, speculative_draft_quantization="none")
-    why = "draft levels then read half the bytes on a GPU"
-    return settings.choose("speculative_draft_quantization", "int8", why, notes)
 
 
 def shape_of(settings: Settings) -> tuple[int, int, int] | None:
@@ -204,14 +198,6 @@ def _adaptive(settings: Settings, given: list[str], notes: Notes) -> Settings:
     if not settings.speculative_adaptive:
         notes[f"speculative_adaptive = true: none of {', '.join(map(_flag, SHAPE))} was given"] = CHOSEN
     return replace(settings, speculative_adaptive=True)
-
-
-def _plain(settings: Settings, notes: Notes) -> Settings:
-    idle = {"speculative_adaptive": False, "speculative_draft_quantization": "none"}
-    rest = [name for name, declared in SETTINGS.items() if declared.group == SPECULATION]
-    unused = [name for name in rest[1:] if getattr(settings, name) != idle.get(name)]
-    settings = settings.without(unused, ": speculative_algorithm is NONE", notes)
-    return replace(settings, speculative_adaptive=False, speculative_draft_quantization="none")
 
 
 def _fit(settings: Settings, notes: Notes) -> Settings:

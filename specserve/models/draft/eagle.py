@@ -14,8 +14,7 @@ from specserve_kernels import Rounded, pair_inputs
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
-from specserve.models.draft.base import DraftConfig
-from specserve.models.draft.head import LayerHead
+from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
 
 

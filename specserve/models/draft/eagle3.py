@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
-from specserve.models.draft.base import DraftConfig
-from specserve.models.draft.head import LayerHead
+from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
 
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
 from specserve.models.config import read_json
-from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import check_same
-from specserve.models.draft.head import LayerHead
+from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel

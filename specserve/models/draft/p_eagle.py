@@ -18,8 +18,8 @@ from specserve.layers.batch import Attend
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.rotary import Rope
 from specserve.models.config import COUNT, OBJECT, check, read_json
-from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.draft.head import DraftConfig
 
 MOST_LEVELS = 18  # the published ones were trained for 8 to 18; of a pass's rows a slot has 64 at most
 

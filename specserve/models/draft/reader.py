@@ -16,8 +16,8 @@ from torch import Tensor
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.models.config import ModelConfig, layer_config, rope_config
-from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import FLAG, LIST, check_fields
+from specserve.models.draft.head import DraftConfig
 from specserve.models.draft.load import read_ids
 from specserve.models.draft.source import HeadSource
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from specserve.models.checkpoint import file_tensors
 from specserve.models.config import ModelConfig
-from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.block import BlockConfig
+from specserve.models.draft.head import DraftConfig
 from specserve.tools.files import replacing
 
 FORMATS = ("safetensors", "bin")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
-from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.head import DraftConfig
 from specserve.tools.train.packing import Documents
 
 
