@@ -70,26 +70,23 @@ class PromptTokens:
     plan: Plan
 
 
-class SlotState(Protocol):
-    """What a model keeps on the device for each slot between steps. It is followed: prefill and each step advance it by
-    the accepted tokens alone, on the device, so that no rejected node leaves a trace in it."""
+class SlotState:
+    """What a model keeps on the device for each slot between steps; here nothing. Prefill and each step advance it by
+    the accepted tokens alone, so that no rejected node leaves a trace in it."""
 
     def allocate(self, rows: int, device: torch.device) -> None:
         """Make the tables, one row a slot and the last for padding. Captured steps read them by address."""
-        ...
 
     def admit(self, rows_N: Tensor) -> None:
         """Begin anew in the rows of requests that take their slots; prefill comes next."""
-        ...
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Process the prompts' tokens and the token chosen after each prompt."""
-        ...
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Process the emitted tokens, also after steps without drafts, so that drafting can resume at any step. Return
         the features ``[T, feature size]`` of which the state keeps the last accepted one, or None."""
-        ...
+        return None
 
 
 class Drafter(SlotState):
@@ -109,12 +106,6 @@ class Drafter(SlotState):
     continuation: int = 0
     sources: tuple[str, ...] = ()
 
-    def allocate(self, rows: int, device: torch.device) -> None:
-        pass
-
-    def admit(self, rows_N: Tensor) -> None:
-        pass
-
     def scratch(self, shape: StepShape) -> int:
         """Return how many positions of a slot, from the root's on, proposing may write: at most ``shape.reserve``."""
         return 0
@@ -128,15 +119,9 @@ class Drafter(SlotState):
         """Write the continuations of different slots, likewise."""
         raise AssertionError("it follows no continuations")
 
-    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        pass
-
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         """Return candidates of at most ``shape.depth`` levels for every slot, with tensor shapes fixed by ``shape``."""
         raise AssertionError("a step of draft levels needs a drafter")
-
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        return None
 
     def observe(self, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
         """Compare what each of ``sources`` proposed with the emitted tokens. Return three counts for each source, as

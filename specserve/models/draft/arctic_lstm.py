@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
-from specserve.models.draft.load import DraftModule, DraftSource
+from specserve.models.draft.load import DraftSource, Network
 from specserve.models.draft.mlp_speculator import EPS, ShiftedNorm, at
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
@@ -86,7 +86,7 @@ def count_levels(path: Path) -> int:
     return open_arctic(path).levels
 
 
-class ArcticLSTM(DraftModule):
+class ArcticLSTM(Network):
     """Gates of ``proj(state) + w * embedding``. Rows hold the state, then the cell."""
 
     def __init__(self, source: ArcticSource, target: LlamaModel) -> None:
@@ -107,8 +107,6 @@ class ArcticLSTM(DraftModule):
         self._embedding_weight = ((1 - state_weight**2) * source.inner / 2) ** 0.5 / state_weight
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
-        """Return the states and cells ``[N, 2 I]`` after a level's tokens. ``states_XH``: for level 0 the target's
-        after its final norm, otherwise the previous level's result; ``source_N``: each token's row there."""
         state_NH, cell_NI = states_XH[source_N], None
         if level:
             state_NH, cell_NI = state_NH.chunk(2, dim=1)
@@ -125,7 +123,6 @@ class ArcticLSTM(DraftModule):
             [output_NI.sigmoid() * nn.functional.gelu(self.state_ln[0](cell_NI)), cell_NI], dim=1
         )
 
-    def scores(self, level: int, states_NX: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
-        out: Tensor = self.head[0](states_NX[:, : self._inner].contiguous())
+    def scores(self, level: int, states_NH: Tensor) -> Tensor:
+        out: Tensor = self.head[0](states_NH[:, : self._inner].contiguous())
         return out

@@ -26,7 +26,7 @@ from specserve.layers.linear import Linear
 from specserve.models.config import read_json
 from specserve.models.draft.fields import check_same
 from specserve.models.draft.head import DraftConfig, LayerHead
-from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
+from specserve.models.draft.load import Borrowed, DraftSource, Network
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
@@ -128,7 +128,7 @@ class HydraLayer(LayerHead):
         return self.input_layernorm(state_NH), state_NH
 
 
-class HydraHeads(DraftModule):
+class HydraHeads(Network):
     """The heads, and the layer if they come after one."""
 
     def __init__(self, source: HydraSource, target: LlamaModel) -> None:
@@ -144,14 +144,11 @@ class HydraHeads(DraftModule):
         self._embed = Borrowed(target.embed_tokens)
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
-        """Return the paths ``[N, X]`` to a level's tokens: a state and the embeddings of root and path, concatenated.
-        ``states_XH``: for level 0 the states, otherwise the previous level's paths; ``source_N``: each token's row
-        there."""
+        # A path is a state and the embeddings of root and path.
         return torch.cat([states_XH[source_N], self._embed.module(tokens_N)], 1)
 
-    def scores(self, level: int, path_NX: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` after a path."""
-        x_NH = self.first[level](path_NX)
+    def scores(self, level: int, states_NH: Tensor) -> Tensor:
+        x_NH = self.first[level](states_NH)
         for _ in range(self._repeats):
             x_NH = self.block[level](x_NH)
         out: Tensor = self.heads[level](x_NH)

@@ -35,6 +35,19 @@ class DraftModule(nn.Module):
         return ()
 
 
+class Network(DraftModule):
+    """Scores the tokens of any level from states along the path."""
+
+    def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
+        """Return the states after a level's tokens. ``states_XH``: for level 0 the target's after its final norm,
+        otherwise the previous level's result; ``source_N``: each token's row there."""
+        raise NotImplementedError
+
+    def scores(self, level: int, states_NH: Tensor) -> Tensor:
+        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
+        raise NotImplementedError
+
+
 M = TypeVar("M", bound=nn.Module)
 D = TypeVar("D", bound=DraftModule)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
-from specserve.models.draft.load import DraftModule, DraftSource
+from specserve.models.draft.load import DraftSource, Network
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
@@ -136,7 +136,7 @@ class ShiftedNorm(RMSNorm):
         return super().forward(x_NI) + self.bias
 
 
-class MLPSpeculator(DraftModule):
+class MLPSpeculator(Network):
     """``state = GELU(norm(proj(state) + w * embedding))``; a head turns each level's state into scores."""
 
     def __init__(self, config: SpeculatorConfig, target: LlamaModel) -> None:
@@ -156,8 +156,6 @@ class MLPSpeculator(DraftModule):
         self._scale_input = config.scale_input
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
-        """Return the states ``[N, I]`` after a level's tokens. ``states_XH``: for level 0 the target's after its final
-        norm, otherwise those of the previous level; ``source_N``: each token's row there."""
         proj, emb, norm = (at(each, level) for each in (self.proj, self.emb, self.ln))
         states_NH = states_XH[source_N]
         if level == 0 and self._scale_input:
@@ -165,9 +163,8 @@ class MLPSpeculator(DraftModule):
         mixed_NI = proj(states_NH) + self._embedding_weight * emb(tokens_N)
         return nn.functional.gelu(norm(mixed_NI))
 
-    def scores(self, level: int, states_NI: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
-        out: Tensor = at(self.head, level)(states_NI)
+    def scores(self, level: int, states_NH: Tensor) -> Tensor:
+        out: Tensor = at(self.head, level)(states_NH)
         return out
 
 

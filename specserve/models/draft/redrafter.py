@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import Linear
 from specserve.models.config import read_json
 from specserve.models.draft.fields import check_same
-from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
+from specserve.models.draft.load import Borrowed, DraftSource, Network
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
@@ -97,7 +97,7 @@ def _source(files: TensorFiles, layout: ReDrafterNames) -> ReDrafterSource:
     return ReDrafterSource(files, layout, blocks, prefix=layout.prefix)
 
 
-class ReDrafter(DraftModule):
+class ReDrafter(Network):
     """``state = SiLU(rnn_w(embedding) + rnn_u(state))``, or ``embedding + state``. A row is the target's state, then
     this one."""
 
@@ -113,8 +113,6 @@ class ReDrafter(DraftModule):
         self.lm_head = Linear(width, self.vocab_size, bias=False)
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
-        """Return the rows ``[N, 2 H]`` after a level's tokens. ``states_XH``: for level 0 the target's states after its
-        final norm, otherwise the previous level's rows; ``source_N``: each token's row there."""
         target_NH, state_NH = states_XH[source_N], self._embed.module(tokens_N)
         before_NH = torch.zeros_like(target_NH)
         if level:
@@ -125,7 +123,6 @@ class ReDrafter(DraftModule):
             state_NH = state_NH + before_NH
         return torch.cat([target_NH, state_NH], dim=1)
 
-    def scores(self, level: int, rows_NX: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
-        out: Tensor = self.lm_head(self.blocks(self.input_proj(rows_NX)))
+    def scores(self, level: int, states_NH: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.blocks(self.input_proj(states_NH)))
         return out

@@ -17,7 +17,7 @@ from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.medusa import MedusaHeads, heads_of, open_medusa
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
-from specserve.speculation.drafters.last_state import LastStateDrafter
+from specserve.speculation.drafters.recurrent import LastStateDrafter
 from specserve.speculation.expand import expand_levels
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape

@@ -13,41 +13,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-from specserve_kernels import Level, Pool
+from specserve_kernels import Accepted, Level, Pool
 from torch import Tensor
 
 from specserve.methods import DraftSettings
 from specserve.models.draft.arctic_lstm import ArcticLSTM, open_arctic
 from specserve.models.draft.fields import check_kind
-from specserve.models.draft.load import DraftModule, DraftSource, load_draft
+from specserve.models.draft.load import DraftSource, Network, load_draft
 from specserve.models.draft.mlp_speculator import open_speculator, speculator_of
 from specserve.models.draft.redrafter import ReDrafter, open_redrafter
 from specserve.models.llama import LlamaModel
-from specserve.speculation.context import Context, View
-from specserve.speculation.drafters.last_state import LastStateDrafter
+from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.expand import expand
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 S = TypeVar("S", bound=DraftSource)
-M = TypeVar("M", bound=DraftModule)
+N = TypeVar("N", bound=Network)
 
 
-class Network(Protocol):
-    """Scores the tokens of any level."""
+class LastStateDrafter(Drafter):
+    """Starts from one target state, that of the token before the root, after the final norm: the state table's feature
+    of a slot. The pool gets only the features of page ends, which are never read: a prompt's last token is always
+    computed. A subclass implements ``propose``."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    def __call__(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor, /) -> Tensor:
-        """Return the states after a level's tokens. ``states_XH``: for level 0 the target's after its final norm,
-        otherwise the previous level's result; ``source_N``: each token's row there."""
-        ...
+    def __init__(self, name: str, hidden_size: int, vocab_size: int) -> None:
+        self.name = name
+        self.needs = DrafterNeeds(feature_size=hidden_size)
+        self.vocab_size = vocab_size
 
-    def scores(self, level: int, states_NH: Tensor, /) -> Tensor:
-        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
-        ...
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        context.state.slots.feature[view.slots.rows_B] = prompts.last_BH
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return states.hidden_TH
 
 
 class RecurrentDrafter(LastStateDrafter):
@@ -72,8 +73,8 @@ def load_network(
     draft: DraftSettings,
     target: LlamaModel,
     open_source: Callable[[Path], S],
-    make: Callable[[S, LlamaModel], M],
-) -> M:
+    make: Callable[[S, LlamaModel], N],
+) -> N:
     """Load the module of a checkpoint. Raises ValueError naming the file, the tensor and what is expected if it does
     not fit the target, and for any override, whose fields it does not have."""
     check_kind(draft.config_override, draft.name)
@@ -84,7 +85,7 @@ def _load(
     draft: DraftSettings,
     target: LlamaModel,
     open_source: Callable[[Path], S],
-    make: Callable[[S, LlamaModel], Any],
+    make: Callable[[S, LlamaModel], N],
 ) -> RecurrentDrafter:
     network = load_network(draft, target, open_source, make)
     return RecurrentDrafter(draft.name, network, target.config.hidden_size)
