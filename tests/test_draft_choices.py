@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specserve.config import make_settings
+from specserve.config.notes import Notes
 from specserve.config.speculation import resolve_speculation
 from specserve.methods import METHOD_NAMES, DraftSettings, carries_draft, method_of
 from specserve.models.checkpoint import load_target
@@ -247,11 +248,10 @@ def test_a_joined_method_is_named_with_its_lookup(target: Path, tmp_path: Path) 
 
 
 def naive(**shape: Any) -> tuple[Any, list[str]]:
-    notes: list[str] = []
+    notes: Notes = {}
     model: Any = SimpleNamespace(architecture="LlamaForCausalLM")
-    return resolve_speculation(
-        make_settings(speculative_algorithm="naive_eagle", **shape), model, notes
-    ), notes
+    found = resolve_speculation(make_settings(speculative_algorithm="naive_eagle", **shape), model, notes)
+    return found, [*notes]
 
 
 def test_naive_eagle_has_one_shape() -> None:
