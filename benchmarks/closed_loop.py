@@ -22,13 +22,13 @@ from torch import Tensor
 from specserve import SamplingParams
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, Submit, Tokens
-from specserve.methods import METHOD_NAMES, METHODS, Method, register
+from specserve.methods import METHOD_NAMES, METHODS, DraftSettings, Method, register
+from specserve.models.llama import LlamaModel
 from specserve.speculation import step
 from specserve.speculation.context import Context, View
 from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
-from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 from tests.toys.drafter import CopyDrafter
@@ -245,8 +245,8 @@ class FreeDrafter(CopyDrafter):
         return Pool.of_text(token_BS, score_BS)
 
 
-def load_free(config: DrafterConfig) -> FreeDrafter:
-    return FreeDrafter(config.target.config.vocab_size)
+def load_free(_: DraftSettings, target: LlamaModel) -> FreeDrafter:
+    return FreeDrafter(target.config.vocab_size)
 
 
 @contextmanager

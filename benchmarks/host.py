@@ -26,9 +26,9 @@ from specserve.scheduler.observers import AnswersObserver, ContinuationObserver
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import RequestEffect
 from specserve.speculation.datastore import Datastore
-from specserve.speculation.drafters.suffix import LONGEST
+from specserve.speculation.drafters.suffix import LONGEST, SuffixDrafter
 from specserve.speculation.earlier_answers import AnswerIndex
-from specserve.speculation.state import Continuation, DecodeState
+from specserve.speculation.state import Continuation
 from specserve.tools.datastore.__main__ import write_datastore
 
 decode_one = msgspec.msgpack.Decoder(ToFront).decode
@@ -217,15 +217,15 @@ class Device:
     """Receives what the host writes, as the runner does."""
 
     def __init__(self, slots: int) -> None:
-        kinds = torch.float32, torch.float32, torch.device("cpu")
-        self.state = DecodeState(slots, 1024, 16, 1, 2, *kinds, continuation_size=LONGEST)
+        self.drafter = SuffixDrafter("SUFFIX", 2)
+        self.drafter.allocate(slots + 1, torch.device("cpu"))
         self.sent = 0
         self.last: dict[int, Continuation] = {}
 
     def set_continuations(self, command: SetContinuations) -> None:
         self.sent += len(command.continuations)
         self.last |= {each.slot: each for each in command.continuations}
-        self.state.set_continuations(command.continuations)
+        self.drafter.set_continuations(command.continuations)
 
     def right(self, slot: int, text: list[int], new: list[int]) -> int:
         """How many of the next tokens of a text the device was sent."""

@@ -73,7 +73,9 @@ class StaticShapes:
     cost: ClassVar[None] = None
 
     def choose(self, batch: Batch) -> StepShape:
-        drafting = sum(min(each) > 0 for each in zip((s.cap for s in batch.effects), batch.rooms, strict=True))
+        drafting = sum(
+            min(each) > 0 for each in zip((s.cap for s in batch.effects), batch.rooms, strict=True)
+        )
         return self.shape(len(batch.effects), drafting)
 
     def shape(self, slots: int, drafting: int) -> StepShape:

@@ -10,7 +10,7 @@ import msgspec
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.engine.runner import Emitted
 from specserve.messages import FinishReason, Tokens
-from specserve.speculation.control.acceptance import StepOutcome, RequestEffect
+from specserve.speculation.control.acceptance import RequestEffect, StepOutcome
 from specserve.speculation.state import RowInit
 
 

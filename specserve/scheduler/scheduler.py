@@ -30,7 +30,7 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
 from specserve.scheduler.prompt_chunk import PromptChunk
-from specserve.scheduler.request import Request, outcome_of, message_of, until_end
+from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
@@ -456,7 +456,9 @@ class Scheduler:
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
 
-    def _observe(self, seconds: float, shape: StepShape, batch: Batch, outcome: StepOutcome, gained: float) -> None:
+    def _observe(
+        self, seconds: float, shape: StepShape, batch: Batch, outcome: StepOutcome, gained: float
+    ) -> None:
         """Count a step of ``gained`` tokens a request, and report it to the policy."""
         requests, cost = len(outcome.emitted), self.policy.cost
         self._step_counters.ran(shape, requests, seconds)
