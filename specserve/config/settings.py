@@ -69,8 +69,8 @@ class Settings:
     )
     context_length: int | None = model(
         None,
-        "Longest prompt plus answer, in tokens. Default: the model's max_position_embeddings, times the factor of a "
-        "scaled rope.",
+        "Maximum length of prompt plus answer, in tokens. Default: the model's max_position_embeddings, times the "
+        "factor of a scaled rope.",
         low=2,
     )
     dtype: str = model(
@@ -121,7 +121,7 @@ class Settings:
     )
     log_level: str = server(
         "info",
-        "Least severe messages that are logged.",
+        "Least severe level that is logged.",
         choices=("debug", "info", "warning", "error", "critical"),
     )
     log_format: str = server(

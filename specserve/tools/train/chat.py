@@ -52,13 +52,10 @@ class Encoder:
         if any(message.get("tool_calls") for message in messages):
             self._template.check_calls(messages)
         full = self._render(messages[: turns[-1] + 1])
-        spans = []
-        for turn in turns:
-            until, start = self._turn(messages, turn)
-            if not full.startswith(until):
-                return [self._encode(*self._alone(messages, turn)) for turn in turns]
-            spans.append((start, len(until)))
-        return [self._encode(full, spans)]
+        answers = [self._turn(messages, turn) for turn in turns]
+        if all(full.startswith(until) for until, _ in answers):
+            return [self._encode(full, [(start, len(until)) for until, start in answers])]
+        return [self._encode(until, [(start, len(until))]) for until, start in answers]
 
     def _render(self, messages: list[Message], prompt: bool = False) -> str:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -71,10 +68,6 @@ class Encoder:
         stripped = until.rstrip()
         until = stripped if stripped.endswith(self._specials) else until
         return until, _common(before, until)
-
-    def _alone(self, messages: list[Message], turn: int) -> tuple[str, list[tuple[int, int]]]:
-        until, start = self._turn(messages, turn)
-        return until, [(start, len(until))]
 
     def _encode(self, text: str, spans: list[tuple[int, int]]) -> Document:
         """Tokenize rendered text; a token is learned if it starts inside one of the character spans."""

@@ -29,7 +29,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     _add_main(parser)
     _add_schedule(parser)
-    _add_draft(parser)
+    draft = parser.add_argument_group("the draft")
+    for option in OPTIONS:
+        draft.add_argument(option.flag, **option.arguments)
     args = parser.parse_args(argv)
     for option in OPTIONS:
         takers = [draft.name for draft in DRAFTS.values() if option in draft.options]
@@ -104,9 +106,3 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of all random choices")
     add("--log-every", type=positive, default=10, help="steps between lines of the log")
     add("--save-every", type=float, default=300.0, help="seconds between checkpoints")
-
-
-def _add_draft(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the draft").add_argument
-    for option in OPTIONS:
-        add(option.flag, **option.arguments)

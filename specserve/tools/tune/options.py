@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--batch-sizes", _number(int, 1, 4096), [1, 4, 16], "Requests at a time (default: 1 4 16).", many=True
     )
-    add("--max-tokens", _number(int, 2, 1 << 20), 128, "Longest answer (default: 128).")
+    add(
+        "--max-tokens", _number(int, 2, 1 << 20), 128, "Maximum number of tokens in an answer (default: 128)."
+    )
     add("--temperature", _number(float, 0, 100), 0.0, "Temperature of all requests (default: 0).")
     add("--minutes", _number(float, 0.01, 10_000), 5.0, "Time to measure, after loading (default: 5).")
     add("--steps", _number(int, 1, 63), STEPS, "Draft levels to try (default: 1 to 8).", many=True)
