@@ -12,8 +12,9 @@ serve_ready := $(VENV)/.serve-ready
 test_ready := $(VENV)/.test-ready
 
 # One thread: the tests' models are so small that threads spend their time waiting for each other. On two cores with
-# other work, four files of tests/ took 25 s with one thread and 88 s with two.
-test_environment := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# other work, four files of tests/ took 25 s with one thread and 88 s with two. Bytecode is kept even where the
+# environment says otherwise: tests start about a hundred processes, each of which would compile the package again.
+test_environment := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .PHONY: serve test check docs clean
 
