@@ -22,6 +22,8 @@ from specserve.process.supervisor import PAUSE
 from tests.front.processes import Server, running, wait
 
 LONG = {"model": "tiny", "prompt": "aaa", "max_tokens": 250}  # 125 messages of 20 ms
+IDS: dict[str, object] = {"prompt": [97, 97, 97]}
+NO_TEXT = "--skip-tokenizer-init"  # halves the time of a start
 
 
 @pytest.fixture(scope="module")
@@ -172,17 +174,17 @@ class TestStopping:
             assert "error" not in answers[1].result().text
 
     def test_drain_that_takes_too_long(self, model: Path, pool: ThreadPoolExecutor) -> None:
-        with running("build_slow", model, "--drain-timeout", "0.3") as server:
+        with running("build_slow", model, "--drain-timeout", "0.3", NO_TEXT) as server:
             server.wait_ready()
-            whole, streamed = under_way(server, pool, {}, {"stream": True})
+            whole, streamed = under_way(server, pool, IDS, {"stream": True, **IDS})
             server.process.send_signal(signal.SIGTERM)
             assert server.finish() == 0
             check_cut(whole, streamed, "the server is stopping")
 
     def test_second_signal(self, model: Path, pool: ThreadPoolExecutor) -> None:
-        with running("build_slow", model) as server:
+        with running("build_slow", model, NO_TEXT) as server:
             server.wait_ready()
-            whole, streamed = under_way(server, pool, {}, {"stream": True})
+            whole, streamed = under_way(server, pool, IDS, {"stream": True, **IDS})
             server.process.send_signal(signal.SIGTERM)
             wait(lambda: server.get("/health")[0] == 503, 1.5)
             server.process.send_signal(signal.SIGINT)
@@ -233,7 +235,7 @@ class TestEngineDeath:
     def test_engines_that_die_while_they_load(self, model: Path, tmp_path: Path) -> None:
         """The first is followed at once, the next after a pause."""
         path = shutil.copytree(model, tmp_path / "tiny")
-        with running("build_once", path, "--engine-restarts", "3") as server:
+        with running("build_once", path, "--engine-restarts", "3", NO_TEXT) as server:
             server.wait_ready()
             os.kill(server.engine_pid(), signal.SIGKILL)
             begun = time.monotonic()
@@ -245,7 +247,7 @@ class TestEngineDeath:
         assert ["FileExistsError" in line for line in told] == [False, True, True]
 
     def test_stop_while_another_loads(self, model: Path) -> None:
-        with running("build_slow", model) as server:
+        with running("build_slow", model, NO_TEXT) as server:
             server.wait_ready()
             os.kill(server.engine_pid(), signal.SIGKILL)
             wait(lambda: any("starting another one" in line for line in server.lines), 5)
@@ -260,21 +262,21 @@ class TestEngineDeath:
 
 def test_an_engine_that_hangs_is_replaced(model: Path, pool: ThreadPoolExecutor) -> None:
     """One that goes on in time is not."""
-    with running("build_slow", model, "--watchdog-timeout", "6") as server:
+    with running("build_slow", model, "--watchdog-timeout", "6", NO_TEXT) as server:
         server.wait_ready()
-        (waiting,) = under_way(server, pool, {})
+        (waiting,) = under_way(server, pool, IDS)
         engine = server.engine_pid()
         os.kill(engine, signal.SIGSTOP)
         wait(lambda: server.get("/health")[0] == 503, 10)
         assert json.loads(server.get("/health")[1])["status"] == "stalled"
-        refused = post(server)
+        refused = post(server, **IDS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         os.kill(engine, signal.SIGCONT)
         assert waiting.result().status_code == 200
         assert (server.get("/health")[0], server.engine_pid()) == (200, engine)
         os.kill(engine, signal.SIGSTOP)
         with pytest.raises(httpx.ReadTimeout):  # it is replaced though nobody waits for it any longer
-            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.5)
+            httpx.post(f"{server.url}/v1/completions", json={**LONG, **IDS}, timeout=0.5)
         wait(
             lambda: any(
                 "it said nothing for 6 seconds (--watchdog-timeout)" in line for line in server.lines
@@ -282,16 +284,16 @@ def test_an_engine_that_hangs_is_replaced(model: Path, pool: ThreadPoolExecutor)
             30,
         )
         wait(lambda: server.get("/health")[0] == 200, 60)
-        assert post(server, max_tokens=1).status_code == 200
+        assert post(server, max_tokens=1, **IDS).status_code == 200
 
 
 def test_more_connections_than_files(model: Path) -> None:
     def served() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return post(server, max_tokens=1).status_code == 200
+            return post(server, max_tokens=1, **IDS).status_code == 200
         return False
 
-    with running("build_echo", model) as server, contextlib.ExitStack() as stack:
+    with running("build_echo", model, NO_TEXT) as server, contextlib.ExitStack() as stack:
         server.wait_ready()
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (200, 200))
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))

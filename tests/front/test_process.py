@@ -19,6 +19,7 @@ import pytest
 from tests.front.processes import ROOT, RUN, Server, running, wait
 
 HELLO = [{"role": "user", "content": "hello"}]
+NO_TEXT = "--skip-tokenizer-init"  # halves the time of a start
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +123,14 @@ def test_many_clients_at_once(client: openai.OpenAI) -> None:
 
 
 def test_engine_that_dies_and_is_not_replaced(model: Path) -> None:
-    with running("build_slow", model, "--engine-restarts", "0") as server:
+    with running("build_slow", model, "--engine-restarts", "0", NO_TEXT) as server:
         server.wait_ready()
         failures: list[openai.APIStatusError] = []
 
         def ask() -> None:
             with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
                 try:
-                    client.completions.create(model="tiny", prompt="a", max_tokens=250)
+                    client.completions.create(model="tiny", prompt=[97], max_tokens=250)
                 except openai.APIStatusError as error:
                     failures.append(error)
 
@@ -146,13 +147,13 @@ def test_engine_that_dies_and_is_not_replaced(model: Path) -> None:
 
 def test_engine_that_is_told_to_end_while_it_ends(model: Path) -> None:
     """By a front that heard its last words before its process was gone."""
-    with running("build_told_twice", model, "--engine-restarts", "0") as server:
+    with running("build_told_twice", model, "--engine-restarts", "0", NO_TEXT) as server:
         server.wait_ready()
         with (
             openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
             pytest.raises(openai.APIStatusError, match="the fake engine died"),
         ):
-            client.completions.create(model="tiny", prompt="a", seed=14)
+            client.completions.create(model="tiny", prompt=[97], seed=14)
         assert server.finish() == 1
         assert "Exception ignored" not in "".join(server.lines)
 
@@ -229,7 +230,8 @@ def test_stop_while_the_tokenizer_loads(model: Path) -> None:
 def test_health_says_what_the_engine_is_at(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with running("build_for_ever", model, "--port", str(port), "--timeout-keep-alive", "1") as server:
+    flags = ("--port", str(port), "--timeout-keep-alive", "1", NO_TEXT)
+    with running("build_for_ever", model, *flags) as server:
         server.url = f"http://127.0.0.1:{port}"
         wait(lambda: "building\n" in server.lines, 60)
         body = {"status": "starting", "phase": "building for ever"}
@@ -246,7 +248,7 @@ def test_health_says_what_the_engine_is_at(model: Path) -> None:
 
 
 def test_engine_ends_with_its_parent(model: Path) -> None:
-    with running("build_echo", model) as server:
+    with running("build_echo", model, NO_TEXT) as server:
         server.wait_ready()
         engine = server.engine_pid()
         server.process.kill()
@@ -258,7 +260,7 @@ def test_engine_that_loads_ends_with_its_parent(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with running("build_for_ever", model) as server:
+    with running("build_for_ever", model, NO_TEXT) as server:
         wait(lambda: "building\n" in server.lines, 60)
         engine = server.engine_pid()
         server.process.kill()
