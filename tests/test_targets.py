@@ -112,13 +112,9 @@ def their_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def their_text(path: Path) -> tuple[list[int], Tensor]:
-    """Greedy tokens, and the logits ``[COUNT, V]`` that each was chosen from."""
-    theirs, tokens = their_model(path, torch.float32), list(PROMPT)
-    for _ in range(COUNT):
-        tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-    logits = theirs(torch.tensor([tokens[:-1]])).logits[0]
-    return tokens[len(PROMPT) :], logits[len(PROMPT) - 1 :]
+def their_logits(path: Path, tokens: list[int]) -> Tensor:
+    """After the prompt and each of ``tokens`` but the last ``[COUNT, V]``."""
+    return their_model(path, torch.float32)(torch.tensor([PROMPT + tokens[:-1]])).logits[0, len(PROMPT) - 1 :]
 
 
 @contextmanager
@@ -159,8 +155,8 @@ def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     with recorded_logits() as found:
         (answer,) = answer_all(make_scheduler(target, dtype="float32"), [(PROMPT, params)])
-    tokens, logits = their_text(target)
-    assert answer.tokens == tokens
+    logits = their_logits(target, answer.tokens)
+    assert answer.tokens == logits.argmax(-1).tolist()
     torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
 
 
