@@ -71,7 +71,10 @@ def test_the_controller() -> None:
 def test_lossless() -> None:
     page = " ".join(PERFORMANCE.split())
     for name, words in (
-        ("gpu_float32", "In float32, where they have none, {:,} of {:,} are equal"),
+        (
+            "gpu_float32",
+            "In float32, where sums have [no fixed order](architecture.md#one-order-of-sums), {:,} of {:,}",
+        ),
         ("gpu_bfloat16", "In bfloat16 with drafts in int8, {:,} of {:,} texts are equal"),
         ("float64", "in float64 on a CPU {:,} of {:,}"),
     ):
