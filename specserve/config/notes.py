@@ -10,5 +10,6 @@ CHOSEN, UNUSED = logging.INFO, logging.WARNING
 
 
 def log_notes(log: logging.Logger, notes: Notes) -> None:
+    """Log each note at its level; ``--log-level warning`` leaves what is not used."""
     for note, level in notes.items():
         log.log(level, "%s", note)

@@ -57,7 +57,7 @@ def _row(declared: Setting) -> str:
     flags = ", also ".join(f"`{flag}`" for flag in declared.flags)
     values = ", ".join(f"`{choice}`" for choice in declared.choices) or VALUE_TYPES[declared.kind].name
     default = str(declared.default).lower() if declared.kind is bool else declared.default
-    shown = "not set" if default in (None, (), "none") and not declared.choices else f"`{default}`"
+    shown = "not set" if declared.default in (None, ()) else f"`{default}`"
     return f"| {flags} | {values} | {shown} | {declared.help} |"
 
 
