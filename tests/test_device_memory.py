@@ -98,9 +98,11 @@ def test_limits_come_back() -> None:
     assert backoff.fall(3, 9)
     assert (backoff.requests, backoff.chunk, backoff.prompts) == (8, LEAST_CHUNK, 1)
     assert not backoff.fall(1, 9)
+    assert backoff.lowered
     for _ in range(15 * CALM):
         backoff.worked()
     assert (backoff.requests, backoff.chunk, backoff.prompts) == (16, 512, 16)
+    assert not backoff.lowered
 
 
 def test_a_prompt_that_is_too_long_holds_up_no_step(scheduler: Scheduler) -> None:

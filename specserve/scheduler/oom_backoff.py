@@ -12,13 +12,14 @@ CALM = 16  # successful launches after which limits rise
 @dataclass(slots=True)
 class OOMBackoff:
     """The limits of one launch: ``requests`` of a step; ``chunk`` tokens and ``prompts`` requests of a prefill. They
-    are halved when memory runs out, and rise again while launches succeed."""
+    are halved when memory runs out, and rise again while launches succeed; meanwhile they are ``lowered``."""
 
     most_requests: int
     most_chunk: int
     requests: int = 0
     chunk: int = 0
     prompts: int = 0
+    lowered: bool = False
     _worked: int = 0
 
     def __post_init__(self) -> None:
@@ -28,7 +29,7 @@ class OOMBackoff:
     def fall(self, requests: int, chunk: int) -> bool:
         """Lower the limits after a step of this many requests ran out of memory, or, if ``chunk`` is not 0, a prefill
         of this many tokens. Return whether the next launch can be smaller."""
-        self._worked = 0
+        self._worked, self.lowered = 0, True
         if not chunk:
             self.requests = max(1, requests // 2)
         elif chunk > LEAST_CHUNK:
@@ -45,3 +46,5 @@ class OOMBackoff:
             self.requests = min(self.most_requests, self.requests + 1)
             self.prompts = min(self.most_requests, self.prompts + 1)
             self.chunk = min(self.most_chunk, self.chunk * 2)
+            highest = self.most_requests, self.most_requests, self.most_chunk
+            self.lowered = (self.requests, self.prompts, self.chunk) != highest

@@ -427,7 +427,8 @@ class Scheduler:
     def _collect(self, item: _InFlight) -> None:
         """Wait for a launch and hand out its tokens."""
         found = item.launch.read()
-        self._backoff.worked()
+        if self._backoff.lowered:
+            self._backoff.worked()
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:
