@@ -28,7 +28,7 @@ from examples.bundled_model.tokenizer import ASSISTANT, CHAT_TEMPLATE, turns
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.frontend.conversation import in_order, plain
 from specserve.frontend.parsers.base import parts
-from specserve.frontend.parsers.hermes import HermesParser
+from specserve.frontend.parsers.json_calls import HermesParser
 from specserve.frontend.parsers.registry import choose_format
 from specserve.frontend.template import ChatTemplate
 from specserve.frontend.tools import Calls

@@ -13,16 +13,16 @@ from typing import Literal
 from specserve.constraints.calls import Frame
 from specserve.constraints.schemas import kinds_of
 from specserve.constraints.text_arguments import END_FUNCTION, END_PARAMETER, PARAMETER, as_json
-from specserve.frontend.parsers import hermes
 from specserve.frontend.parsers.base import Arguments, CallParser, Event, Functions, Read, call
+from specserve.frontend.parsers.json_calls import CLOSE, OPEN
 from specserve.frontend.parsers.objects import BROKEN, Scanner
 
 FUNCTION = "<function="
-FRAME = Frame("call", outer=hermes.OPEN, open=FUNCTION, close=hermes.CLOSE, begin=">", kind="text")
+FRAME = Frame("call", outer=OPEN, open=FUNCTION, close=CLOSE, begin=">", kind="text")
 _SPACE = re.compile(r"\s*")
 _MARK = re.compile(rf"{END_PARAMETER}|{END_FUNCTION}|{PARAMETER}([^<>\n]{{1,128}})>")
 _OPEN_MARK = re.compile(rf"{PARAMETER}[^<>\n]{{0,128}}")
-_NEXT = re.compile(rf"{END_FUNCTION}|{hermes.CLOSE}|{PARAMETER}[^<>\n]{{1,128}}>")
+_NEXT = re.compile(rf"{END_FUNCTION}|{CLOSE}|{PARAMETER}[^<>\n]{{1,128}}>")
 _LONGEST_MARK = 160  # characters
 
 
@@ -37,7 +37,7 @@ class Qwen3CoderParser(CallParser):
     The outer marks and those that end a parameter or the function may be missing; the last one may have been a stop
     string. Marks in the strings of a list or an object are text."""
 
-    opens = (hermes.OPEN, FUNCTION)
+    opens = (OPEN, FUNCTION)
 
     def __init__(self, functions: Functions) -> None:
         super().__init__(functions)
@@ -88,7 +88,7 @@ class Qwen3CoderParser(CallParser):
 
     def _head(self, text: str) -> bool | None:
         """Return whether a call of a known function begins; None if that is undecided."""
-        at = self._space(text, max(self._at, len(hermes.OPEN))) if text.startswith(hermes.OPEN) else 0
+        at = self._space(text, max(self._at, len(OPEN))) if text.startswith(OPEN) else 0
         rest = text[at : at + self._longest]
         for head, name in self._heads.items():
             if rest.startswith(head):
@@ -100,14 +100,14 @@ class Qwen3CoderParser(CallParser):
     def _parameters(self, text: str) -> bool | None:
         """Return whether another parameter begins or the function ends; None if that is undecided."""
         self._at = self._space(text, self._at)
-        for mark, size in ((END_FUNCTION, len(END_FUNCTION)), (hermes.CLOSE, 0)):
+        for mark, size in ((END_FUNCTION, len(END_FUNCTION)), (CLOSE, 0)):
             if text.startswith(mark, self._at):
                 self._add("}")
                 self._at, self._part = self._at + size, "end"
                 return True
         if not text.startswith(PARAMETER, self._at):
             rest = text[self._at :]
-            marks = (PARAMETER, END_FUNCTION, hermes.CLOSE)
+            marks = (PARAMETER, END_FUNCTION, CLOSE)
             return None if any(mark.startswith(rest) for mark in marks) else False
         end = text.find(">", self._at)
         key = text[self._at + len(PARAMETER) : end if end >= 0 else None]
@@ -194,14 +194,10 @@ class Qwen3CoderParser(CallParser):
             return is_known and key != self._key and key not in self._given
         at = self._space(text, mark.end())
         if mark.group() == END_PARAMETER:
-            return (
-                True
-                if _NEXT.match(text, at)
-                else self._at_end(text[at:], END_FUNCTION, hermes.CLOSE, PARAMETER)
-            )
-        if text.startswith(hermes.CLOSE, at):
-            at = self._space(text, at + len(hermes.CLOSE))
-        return text.startswith(self.opens, at) or self._at_end(text[at:], hermes.CLOSE, *self.opens)
+            return True if _NEXT.match(text, at) else self._at_end(text[at:], END_FUNCTION, CLOSE, PARAMETER)
+        if text.startswith(CLOSE, at):
+            at = self._space(text, at + len(CLOSE))
+        return text.startswith(self.opens, at) or self._at_end(text[at:], CLOSE, *self.opens)
 
     def _at_end(self, rest: str, *marks: str) -> bool | None:
         """Return whether the text ends, perhaps within one of ``marks``; None if that is undecided."""
@@ -221,10 +217,10 @@ class Qwen3CoderParser(CallParser):
         """Return False at the end of a call, None if its last mark may follow."""
         at = self._space(text, self._at)
         rest = text[at:]
-        if not self._final and len(rest) < len(hermes.CLOSE) and hermes.CLOSE.startswith(rest):
+        if not self._final and len(rest) < len(CLOSE) and CLOSE.startswith(rest):
             return None
-        if rest.startswith(hermes.CLOSE):
-            self._at = at + len(hermes.CLOSE)
+        if rest.startswith(CLOSE):
+            self._at = at + len(CLOSE)
         return False
 
     @staticmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specserve.constraints.calls import Frame
 from specserve.constraints.text_arguments import PARAMETER
-from specserve.frontend.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from specserve.frontend.parsers import json_calls, pythonic, qwen3_coder
 from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
@@ -44,25 +44,25 @@ class Format:
 
 _HERMES = Format(
     "hermes",
-    hermes.HermesParser,
+    json_calls.HermesParser,
     ("<tool_call>", "</tool_call>"),
-    (hermes.OPEN, hermes.CLOSE),
-    lambda _: hermes.FRAME,
+    (json_calls.OPEN, json_calls.CLOSE),
+    lambda _: json_calls.HERMES,
 )
 _LLAMA3 = Format(
     "llama3_json",
-    llama3_json.Llama3JsonParser,
+    json_calls.Llama3JsonParser,
     ('"parameters": dictionary',),
-    (llama3_json.TAG,),
-    lambda _: llama3_json.FRAME,
+    (json_calls.TAG,),
+    lambda _: json_calls.LLAMA3,
     no_forms="they begin with a brace, as other JSON does",
 )
 _MISTRAL = Format(
     "mistral",
-    mistral.MistralParser,
+    json_calls.MistralParser,
     ("[TOOL_CALLS]",),
-    (mistral.OPEN, mistral.ARGS),
-    mistral.frame,
+    (json_calls.MISTRAL, json_calls.ARGS),
+    json_calls.mistral_frame,
     new_id=_short_id,
 )
 _QWEN3_CODER = Format(
