@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -33,7 +33,11 @@ class TextPart(Strict):
 Texts = Text | Annotated[ListOf[TextPart], Field(max_length=MAX_PARTS)]
 
 
-def joined(texts: str | list[TextPart]) -> str:
+class HasText(Protocol):
+    text: str
+
+
+def joined(texts: str | Sequence[HasText]) -> str:
     """Join parts without a separator."""
     return texts if isinstance(texts, str) else "".join(part.text for part in texts)
 

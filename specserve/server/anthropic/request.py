@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from specserve.core import MAX_COUNT
-from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
+from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts, joined
 from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import MAX_STOPS, Count, Int
@@ -275,7 +275,7 @@ class CountTokensRequest(Strict):
             names[f"tools.{index}.function.parameters"] = f"tools.{index}.input_schema"
         found = Translation(fields, names)
         if self.system is not None:
-            path = found.add("system", "system", content=_joined(self.system))
+            path = found.add("system", "system", content=joined(self.system))
             names[f"{path}.content"] = "system"
         for index, message in enumerate(self.messages):
             _add(found, f"messages.{index}", message)
@@ -327,10 +327,6 @@ class MessagesRequest(CountTokensRequest):
         return found
 
 
-def _joined(texts: str | list[TextBlock]) -> str:
-    return texts if isinstance(texts, str) else "".join(block.text for block in texts)
-
-
 def _add(chat: Translation, name: str, message: InputMessage) -> None:
     """Add a message to the chat; each tool result becomes a message of its own."""
     last = chat.messages[-1] if chat.messages else {}
@@ -347,7 +343,7 @@ def _add(chat: Translation, name: str, message: InputMessage) -> None:
         if isinstance(block, ToolResult):
             begun = False
             answered = chat.add(
-                "tool", place, content=_joined(block.content or ""), tool_call_id=block.tool_use_id
+                "tool", place, content=joined(block.content or ""), tool_call_id=block.tool_use_id
             )
             chat.names[f"{answered}.tool_call_id"] = f"{place}.tool_use_id"
             continue

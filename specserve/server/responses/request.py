@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
+from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts, joined
 from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text, excerpt, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import Count, PlainFormat
@@ -282,21 +282,17 @@ def _response_format(given: PlainFormat | TextSchemaFormat) -> dict[str, Any]:
     return {"type": given.type, **({"json_schema": label} if label else {})}
 
 
-def _joined(content: str | Sequence[ContentPart | ReasoningPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 def _add(chat: Translation, name: str, item: Item) -> None:
     """Add an item to the chat. Consecutive reasoning, text and calls of the assistant become one message."""
     last = chat.messages[-1] if chat.messages and chat.messages[-1]["role"] == "assistant" else None
     match item:
         case MessageItem() if item.role != "assistant":
-            chat.add(item.role, name, content=_joined(item.content))
+            chat.add(item.role, name, content=joined(item.content))
         case MessageItem():
             if last is None or (last["content"] and not last.get("tool_calls")):
                 chat.add("assistant", name, content="")
-            chat.messages[-1]["content"] += _joined(item.content)
-        case EarlierReasoning() if thought := _joined(item.content or ()):
+            chat.messages[-1]["content"] += joined(item.content)
+        case EarlierReasoning() if thought := joined(item.content or ()):
             if last is None or last["content"] or last.get("tool_calls"):
                 path = chat.add("assistant", name, content="")
                 chat.names[f"{path}.reasoning_content"] = f"{name}.content"
@@ -308,5 +304,5 @@ def _add(chat: Translation, name: str, item: Item) -> None:
             function = {"name": name_in_chat(item.namespace, item.name), "arguments": given}
             chat.call(name, "call_id", {"id": item.call_id, "function": function})
         case CallOutput():
-            path = chat.add("tool", name, content=_joined(item.output), tool_call_id=item.call_id)
+            path = chat.add("tool", name, content=joined(item.output), tool_call_id=item.call_id)
             chat.names |= {f"{path}.tool_call_id": f"{name}.call_id", f"{path}.content": f"{name}.output"}
