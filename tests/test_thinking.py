@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 import pytest
 
-from specserve.constraints.thinking import Thinking, after_nodes
+from specserve.constraints.thinking import ThoughtState, after_nodes
 from specserve.core import Thought
 
 PIECES = ["<think>", "</think>", "<", "think", ">", "</", "</think", "k>\n", "\n", " hm", "a", "", "é"]
 END = [8, 1]
 
 
-def begun(budget: int, opened: bool = True) -> Thinking:
+def begun(budget: int, opened: bool = True) -> ThoughtState:
     thought = Thought(open="<think>", close="</think>", end=END, begun=opened)
-    return Thinking.begin(thought, budget, lambda token: PIECES[token].encode())
+    return ThoughtState.begin(thought, budget, lambda token: PIECES[token].encode())
 
 
-def after(state: Thinking, tokens: Iterable[int]) -> Thinking:
+def after(state: ThoughtState, tokens: Iterable[int]) -> ThoughtState:
     for token in tokens:
         state = state.after(token)
     return state
@@ -87,7 +87,7 @@ def test_a_budget_may_end_within_a_character() -> None:
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         budget = rng.randint(1, len(pieces))
         thought = Thought(open="<think>", close="</think>", end=END, begun=True)
-        state, written = Thinking.begin(thought, budget, pieces.__getitem__), b""
+        state, written = ThoughtState.begin(thought, budget, pieces.__getitem__), b""
         for token in range(budget):
             assert not state.cut
             state, written = state.after(token), written + pieces[token]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specserve.constraints import thinking as thoughts
 from specserve.constraints.grammar import is_of_schemas, with_deep_stack
-from specserve.constraints.thinking import Thinking
+from specserve.constraints.thinking import ThoughtState
 from specserve.core import SamplingParams
 
 KEPT = 64  # most compiled grammars in the cache (LRU)
@@ -136,7 +136,7 @@ class Grammars:
         matcher, thinking, budget = None, None, params.thinking_token_budget
         if budget is not None:
             assert params.thought is not None, "admission refuses a budget without marks of reasoning"
-            thinking = Thinking.begin(params.thought, budget, self._text_of)
+            thinking = ThoughtState.begin(params.thought, budget, self._text_of)
         if params.grammar is not None:
             matcher = self.start(params.grammar, [])
         constraint = Constraint(matcher, thinking)
@@ -179,7 +179,7 @@ class Matcher:
         if (error := _error_of(self._matcher)) is not None:
             raise error
 
-    def consume_thought(self, token: int, before: Thinking, after: Thinking) -> None:
+    def consume_thought(self, token: int, before: ThoughtState, after: ThoughtState) -> None:
         """Advance by a token of an answer with a thinking budget, from one state to the next. A grammar takes whole
         characters only: one that the budget cuts is taken back. Raises GrammarError."""
         if before.cut:
@@ -213,7 +213,7 @@ class Matcher:
         return self._forced[:most]
 
     def after_nodes(
-        self, tokens: Sequence[int], parents: Sequence[int], states: Sequence[Thinking] | None = None
+        self, tokens: Sequence[int], parents: Sequence[int], states: Sequence[ThoughtState] | None = None
     ) -> list[Look]:
         """Return a matcher for each node of a tree whose root is the answer's last token, None for a node whose token
         is not allowed there, since it is never accepted. A matcher that can't follow its node, because it is too
@@ -240,7 +240,7 @@ class Constraint:
     """An answer's grammar and thinking budget. Where a thought has to end, the budget determines the next token, and
     the grammar of an answer that may reason allows it."""
 
-    def __init__(self, matcher: Matcher | None, thinking: Thinking | None) -> None:
+    def __init__(self, matcher: Matcher | None, thinking: ThoughtState | None) -> None:
         self._matcher = matcher
         self._thinking = thinking
 

@@ -18,7 +18,7 @@ Stage = Literal["before", "thinking", "closing", "over"]
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ThoughtState:
     """An answer's position in its thought. ``text_of`` returns a token's bytes. ``seen``: the end of the text so far
     that may be the beginning of a mark. ``left``: tokens that the thought may still have, or closing tokens still
     to come. ``half``: the thought so far ends within a character."""
@@ -31,7 +31,7 @@ class Thinking:
     half: bool = False
 
     @classmethod
-    def begin(cls, thought: Thought, budget: int, text_of: Callable[[int], bytes]) -> Thinking:
+    def begin(cls, thought: Thought, budget: int, text_of: Callable[[int], bytes]) -> ThoughtState:
         """Return the state of an empty answer."""
         state = cls(thought, text_of, "before", budget)
         return state._entered(b"") if thought.begun else state
@@ -56,7 +56,7 @@ class Thinking:
         """Number of next tokens that are certainly unconstrained: infinity once the thought is over."""
         return {"before": self.left + 1, "thinking": self.left, "closing": 0, "over": inf}[self.stage]
 
-    def after(self, token: int) -> Thinking:
+    def after(self, token: int) -> ThoughtState:
         """Return the state after an allowed token."""
         match self.stage:
             case "before":
@@ -70,7 +70,7 @@ class Thinking:
             case "over":
                 return self
 
-    def _opened(self, text: bytes) -> Thinking:
+    def _opened(self, text: bytes) -> ThoughtState:
         """Return the state after the answer's beginning ``text``: a thought starts only if nothing but whitespace
         precedes its mark."""
         written, mark = text.lstrip(), self.thought.open.encode()
@@ -78,7 +78,7 @@ class Thinking:
             return self._entered(written[len(mark) :])
         return replace(self, seen=text, stage="before" if mark.startswith(written) else "over")
 
-    def _entered(self, text: bytes) -> Thinking:
+    def _entered(self, text: bytes) -> ThoughtState:
         """Return the state after more text of the thought, which the text or the budget may end."""
         mark, text = self.thought.close.encode(), (self.seen if self.stage == "thinking" else b"") + text
         if mark in text:
@@ -95,7 +95,7 @@ def _ends_within_a_character(text: bytes) -> bool:
     return bool(decoder.getstate()[0])
 
 
-def after_nodes(state: Thinking, tokens: Sequence[int], parents: Sequence[int]) -> list[Thinking]:
+def after_nodes(state: ThoughtState, tokens: Sequence[int], parents: Sequence[int]) -> list[ThoughtState]:
     """Return the state after each node of a tree. ``state``: the root's; ``parents``: indices of earlier nodes."""
     states = [state]
     for node in range(1, len(tokens)):

@@ -101,7 +101,7 @@ def add_chat(app: FastAPI, front: Front) -> None:
 
 
 async def _chat(front: Front, request: ChatRequest) -> Response:
-    writer = await begin(front, request, _Writer)
+    writer = await begin(front, request, _ChatWriter)
     return await writer.respond()
 
 
@@ -223,7 +223,7 @@ def _of_call(delta: ToolCallDelta) -> ChatDelta:
     return ChatDelta(tool_calls=[delta])
 
 
-class _Writer(Writer):
+class _ChatWriter(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
         super().__init__(front, request, jobs, "chatcmpl-")
         self._new_id = front.new_call_id

@@ -89,7 +89,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
             await _Prompt.of(front.tokenizing, item, name, served.capacity, params, request.echo)
             for name, item in given.items()
         ]
-        writer = _Writer(front, request, prompts, params)
+        writer = _CompletionWriter(front, request, prompts, params)
         writer.generation.submit()
     return await writer.respond()
 
@@ -177,7 +177,7 @@ def _after(before: CompletionChoice, found: CompletionChoice) -> CompletionChoic
     return CompletionChoice(found.index, before.text + found.text, logprobs, found.finish_reason, token_ids)
 
 
-class _Writer(Writer):
+class _CompletionWriter(Writer):
     def __init__(
         self, front: Front, request: CompletionRequest, prompts: list[_Prompt], params: SamplingParams
     ) -> None:

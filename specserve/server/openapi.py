@@ -17,7 +17,7 @@ _STRUCTS = [
     for module in (schema, of_responses, of_anthropic)
     for found in vars(module).values()
     if isinstance(found, type)
-    and issubclass(found, (schema.Answer, schema.ServerInfo))
+    and issubclass(found, (schema.Body, schema.ServerInfo))
     and not found.__subclasses__()  # not a base class
     and found.__module__ == module.__name__
 ]

@@ -23,37 +23,37 @@ AnthropicKind = Literal[
 ]
 
 
-class Answer(Struct, forbid_unknown_fields=True):
+class Body(Struct, forbid_unknown_fields=True):
     """Base class of answers. Everything that an answer contains is declared in its class."""
 
 
-class Fault(Answer):
+class Fault(Body):
     message: str
     type: Kind
     param: str | None
     code: str | None
 
 
-class Error(Answer):
+class Error(Body):
     error: Fault
 
 
-class AnthropicFault(Answer):
+class AnthropicFault(Body):
     type: AnthropicKind
     message: str
 
 
-class AnthropicError(Answer, tag_field="type", tag="error"):
+class AnthropicError(Body, tag_field="type", tag="error"):
     """An error of Anthropic's routes."""
 
     error: AnthropicFault
 
 
-class CachedTokens(Answer):
+class CachedTokens(Body):
     cached_tokens: Natural
 
 
-class CompletionTokens(Answer):
+class CompletionTokens(Body):
     """``reasoning_tokens`` is there if reasoning is parsed."""
 
     accepted_prediction_tokens: Natural
@@ -61,14 +61,14 @@ class CompletionTokens(Answer):
     reasoning_tokens: Natural | UnsetType = UNSET
 
 
-class SpeculationTotals(Answer):
+class SpeculationTotals(Body):
     steps: Natural
     drafted: Natural
     accepted: Natural
     mean_accepted_length: Annotated[float, Meta(ge=0)]
 
 
-class Usage(Answer):
+class Usage(Body):
     prompt_tokens: Natural
     completion_tokens: Natural
     total_tokens: Natural
@@ -77,14 +77,14 @@ class Usage(Answer):
     speculation: SpeculationTotals | UnsetType = UNSET
 
 
-class Runs(Answer):
+class Runs(Body):
     """Tokens of each step: its accepted drafts, then the bonus token. ``pieces`` is each token's text."""
 
     runs: list[Natural]
     pieces: list[str] | UnsetType = UNSET
 
 
-class TopLogprob(Answer):
+class TopLogprob(Body):
     token: str
     logprob: Logprob
     bytes: list[Annotated[int, Meta(ge=0, le=255)]]
@@ -94,25 +94,25 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(Body):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class CalledFunction(Answer):
+class CalledFunction(Body):
     """``arguments``: the text of a JSON object."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Answer):
+class ToolCall(Body):
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
 
 
-class AnswerMessage(Answer):
+class AnswerMessage(Body):
     """``content`` is null if there are only calls. The request's ``reasoning_field`` names the reasoning."""
 
     content: str | None
@@ -123,7 +123,7 @@ class AnswerMessage(Answer):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Answer):
+class ChatChoice(Body):
     index: Natural
     message: AnswerMessage
     logprobs: ChatLogprobs | None
@@ -131,7 +131,7 @@ class ChatChoice(Answer):
     token_ids: list[Natural] | UnsetType = UNSET
 
 
-class Head(Answer, kw_only=True):
+class Head(Body, kw_only=True):
     """The fields that begin every answer. ``created``: seconds since 1970."""
 
     id: str
@@ -147,12 +147,12 @@ class ChatCompletion(Head, kw_only=True):
     prompt_token_ids: list[Natural] | UnsetType = UNSET
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(Body):
     arguments: str
     name: str | UnsetType = UNSET
 
 
-class ToolCallDelta(Answer):
+class ToolCallDelta(Body):
     """The first delta of a call has its id, type and name; the others have pieces of its arguments."""
 
     index: Natural
@@ -161,7 +161,7 @@ class ToolCallDelta(Answer):
     type: Literal["function"] | UnsetType = UNSET
 
 
-class ChatDelta(Answer):
+class ChatDelta(Body):
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -169,7 +169,7 @@ class ChatDelta(Answer):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(Body):
     index: Natural
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -185,14 +185,14 @@ class ChatCompletionChunk(Head, kw_only=True):
     prompt_token_ids: list[Natural] | UnsetType = UNSET
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(Body):
     tokens: list[str]
     token_logprobs: list[Logprob | None]
     top_logprobs: list[dict[str, Logprob] | None]
     text_offset: list[Natural]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(Body):
     index: Natural
     text: str
     logprobs: CompletionLogprobs | None
@@ -210,7 +210,7 @@ class Completion(Head, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class Model(Answer):
+class Model(Body):
     id: str
     created: int
     max_model_len: Natural
@@ -218,16 +218,16 @@ class Model(Answer):
     owned_by: str = "specserve"
 
 
-class Models(Answer):
+class Models(Body):
     data: list[Model]
     object: Literal["list"] = "list"
 
 
-class Health(Answer):
+class Health(Body):
     status: Literal["ok"] = "ok"
 
 
-class Unready(Answer):
+class Unready(Body):
     """``phase``: what a starting server is doing. ``reason``: why there is no engine, why the last one is gone, or how
     long it has said nothing."""
 
@@ -236,7 +236,7 @@ class Unready(Answer):
     reason: str | UnsetType = UNSET
 
 
-class Live(Answer):
+class Live(Body):
     status: Literal["alive"] = "alive"
 
 
@@ -250,24 +250,24 @@ class ServerInfo(Struct):
     speculation: dict[str, Any] | None
 
 
-class Tokenized(Answer):
+class Tokenized(Body):
     tokens: list[Natural]
     count: Natural
     max_model_len: Natural
 
 
-class Detokenized(Answer):
+class Detokenized(Body):
     prompt: str
 
 
-class Aborted(Answer):
+class Aborted(Body):
     aborted: Natural
 
 
-class Flushed(Answer):
+class Flushed(Body):
     flushed_pages: Natural
 
 
-class TokenCounts(Answer):
+class TokenCounts(Body):
     tokens: Natural
     counts: list[tuple[Natural, Natural]]

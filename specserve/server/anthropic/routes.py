@@ -55,7 +55,7 @@ async def _message(front: Front, request: MessagesRequest) -> Response:
     chat.fields["thinking_token_budget"] = request.budget if _has_budgets(front) else None
     made = chat.request()
     with chat.named():
-        writer = await begin(front, made, _Writer)
+        writer = await begin(front, made, _MessageWriter)
     return await writer.respond()
 
 
@@ -70,7 +70,7 @@ async def _count(front: Front, request: CountTokensRequest) -> Response:
     return Json(schema.TokenCount(len(prompt)))
 
 
-class _Writer(Writer):
+class _MessageWriter(Writer):
     named_events: ClassVar[bool] = True
 
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from specserve.server.schema import Answer, AnthropicError, Natural
+from specserve.server.schema import AnthropicError, Body, Natural
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class TextContent(Answer, tag_field="type", tag="text"):
+class TextContent(Body, tag_field="type", tag="text"):
     text: str
 
 
-class ThinkingContent(Answer, tag_field="type", tag="thinking"):
+class ThinkingContent(Body, tag_field="type", tag="thinking"):
     """``signature`` is empty, because thinking that is sent back is not verified."""
 
     thinking: str
     signature: Literal[""] = ""
 
 
-class ToolUse(Answer, tag_field="type", tag="tool_use"):
+class ToolUse(Body, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
@@ -29,7 +29,7 @@ class ToolUse(Answer, tag_field="type", tag="tool_use"):
 ContentBlock = TextContent | ThinkingContent | ToolUse
 
 
-class MessageUsage(Answer):
+class MessageUsage(Body):
     """``input_tokens`` counts the prompt tokens that were computed, without those from the cache."""
 
     input_tokens: Natural
@@ -38,7 +38,7 @@ class MessageUsage(Answer):
     cache_creation_input_tokens: Literal[0] = 0
 
 
-class AnswerOfMessages(Answer, tag_field="type", tag="message", kw_only=True):
+class AnswerOfMessages(Body, tag_field="type", tag="message", kw_only=True):
     id: str
     model: str
     content: list[ContentBlock]
@@ -48,11 +48,11 @@ class AnswerOfMessages(Answer, tag_field="type", tag="message", kw_only=True):
     role: Literal["assistant"] = "assistant"
 
 
-class TokenCount(Answer):
+class TokenCount(Body):
     input_tokens: Natural
 
 
-class MessageEvent(Answer, tag_field="type"):
+class MessageEvent(Body, tag_field="type"):
     pass
 
 
@@ -69,15 +69,15 @@ class BlockStart(MessageEvent, tag="content_block_start"):
     content_block: ContentBlock
 
 
-class TextPiece(Answer, tag_field="type", tag="text_delta"):
+class TextPiece(Body, tag_field="type", tag="text_delta"):
     text: str
 
 
-class ThinkingPiece(Answer, tag_field="type", tag="thinking_delta"):
+class ThinkingPiece(Body, tag_field="type", tag="thinking_delta"):
     thinking: str
 
 
-class InputPiece(Answer, tag_field="type", tag="input_json_delta"):
+class InputPiece(Body, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
@@ -90,7 +90,7 @@ class BlockStop(MessageEvent, tag="content_block_stop"):
     index: Natural
 
 
-class StopDelta(Answer):
+class StopDelta(Body):
     stop_reason: StopReason
     stop_sequence: str | None
 

@@ -33,11 +33,11 @@ async def _respond(front: Front, request: ResponsesRequest) -> Response:
     chat = request.chat()
     made = chat.request()
     with chat.named():
-        writer = await begin(front, made, partial(_Writer, request))
+        writer = await begin(front, made, partial(_ResponseWriter, request))
     return await writer.respond()
 
 
-class _Writer(Writer):
+class _ResponseWriter(Writer):
     named_events: ClassVar[bool] = True
 
     def __init__(self, given: ResponsesRequest, front: Front, request: ChatRequest, jobs: list[Job]) -> None:

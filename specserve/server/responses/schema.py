@@ -6,38 +6,38 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from specserve.server.schema import Answer, CachedTokens, Natural
+from specserve.server.schema import Body, CachedTokens, Natural
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Nothing = tuple[()]  # a list that is never empty at OpenAI, and always here
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(Answer, tag_field="type", tag="output_text"):
+class OutputText(Body, tag_field="type", tag="output_text"):
     text: str
     annotations: Nothing = ()
     logprobs: Nothing = ()
 
 
-class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
+class ReasoningText(Body, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-class OutputMessage(Answer, tag_field="type", tag="message", kw_only=True):
+class OutputMessage(Body, tag_field="type", tag="message", kw_only=True):
     id: str
     status: ItemStatus
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
 
 
-class ReasoningItem(Answer, tag_field="type", tag="reasoning", kw_only=True):
+class ReasoningItem(Body, tag_field="type", tag="reasoning", kw_only=True):
     id: str
     status: ItemStatus
     content: list[ReasoningText]
     summary: Nothing = ()
 
 
-class FunctionCallItem(Answer, tag_field="type", tag="function_call", kw_only=True):
+class FunctionCallItem(Body, tag_field="type", tag="function_call", kw_only=True):
     """``arguments``: the text of a JSON object."""
 
     id: str
@@ -48,7 +48,7 @@ class FunctionCallItem(Answer, tag_field="type", tag="function_call", kw_only=Tr
     namespace: str | UnsetType = UNSET
 
 
-class CustomCallItem(Answer, tag_field="type", tag="custom_tool_call", kw_only=True):
+class CustomCallItem(Body, tag_field="type", tag="custom_tool_call", kw_only=True):
     id: str
     status: ItemStatus
     call_id: str
@@ -60,11 +60,11 @@ class CustomCallItem(Answer, tag_field="type", tag="custom_tool_call", kw_only=T
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
-class ReasoningTokens(Answer):
+class ReasoningTokens(Body):
     reasoning_tokens: Natural
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(Body):
     input_tokens: Natural
     input_tokens_details: CachedTokens
     output_tokens: Natural
@@ -72,18 +72,18 @@ class ResponseUsage(Answer):
     total_tokens: Natural
 
 
-class ResponseError(Answer):
+class ResponseError(Body):
     """``code`` is ``server_error`` if the error has no code."""
 
     code: str
     message: str
 
 
-class Incomplete(Answer):
+class Incomplete(Body):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class ResponseObject(Answer, kw_only=True):
+class ResponseObject(Body, kw_only=True):
     """``tools``, ``tool_choice``, ``text`` and ``reasoning`` repeat the request's."""
 
     id: str
@@ -114,7 +114,7 @@ class ResponseObject(Answer, kw_only=True):
     safety_identifier: str | UnsetType = UNSET
 
 
-class Event(Answer, kw_only=True, tag_field="type"):
+class Event(Body, kw_only=True, tag_field="type"):
     sequence_number: Natural
 
 
