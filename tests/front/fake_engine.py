@@ -21,28 +21,26 @@ from specserve.process.worker import Built
 CONTEXT = 256
 EOS = 256
 VOCAB = 260
-
-
-INFO = EngineInfo(
-    no_grammars=None,
-    context_length=CONTEXT,
-    max_total_tokens=max(4096, CONTEXT),
-    num_pages=16,
-    page_size=16,
-    vocab_size=VOCAB,
-    eos_token_ids=[EOS],
-    request_defaults={},
-    system_fingerprint="fp_0123456789abcdef",
-    speculation=None,
-    cuda_graphs={},
-)
+NO_GRAMMARS: str | None = None  # why requests can't use grammars
 
 
 class FakeEngine:
     """Answer with the tokens of ``reply``, ``stride`` per message; end on EOS, ``max_tokens`` and the context."""
 
     def __init__(self, reply: Callable[[Submit], list[int]], stride: int = 3) -> None:
-        self.info = INFO
+        self.info = EngineInfo(
+            no_grammars=NO_GRAMMARS,
+            context_length=CONTEXT,
+            max_total_tokens=max(4096, CONTEXT),
+            num_pages=16,
+            page_size=16,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+            request_defaults={},
+            system_fingerprint="fp_0123456789abcdef",
+            speculation=None,
+            cuda_graphs={},
+        )
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.closed = False

@@ -20,7 +20,6 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls, NamedFunction, Tool
 from specserve.server import schema
 from tests.front.conftest import Serve
-from tests.front.fake_engine import INFO
 from tests.front.fakes import byte_tokenizer
 
 TEMPLATE = (
@@ -391,8 +390,7 @@ def test_schemas_and_engines_without_grammars(serve: Serve, monkeypatch: pytest.
     error = grammar_of(serve, tools=[{"type": "function", "function": bad}], tool_choice="required")
     assert error["param"] == "tools.0.function.parameters"
     assert 'Unimplemented keys: ["not"]' in error["message"]
-    without = msgspec.structs.replace(INFO, no_grammars="needs llguidance")
-    monkeypatch.setattr("tests.front.fake_engine.INFO", without)
+    monkeypatch.setattr("tests.front.fake_engine.NO_GRAMMARS", "needs llguidance")
     assert grammar_of(serve) is None
     for fields, param in (
         ({"tool_choice": "required"}, "tool_choice"),
