@@ -88,8 +88,7 @@ def measure(args: argparse.Namespace) -> None:
     """Print and write each as it comes."""
     rows, figures = load_prompts(), []
     for (algorithm, shape), target, rounded in product(SHAPES, args.quantization, args.weights):
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        settings: dict[str, Any] = dict(zip(names, shape, strict=True)) | {"quantization": target}
+        settings: dict[str, Any] = shape_settings(shape) | {"quantization": target}
         with (
             rounding(rounded) as settings["speculative_draft_quantization"],
             LLM(speculative_algorithm=algorithm, max_running_requests=args.batch, **settings) as llm,
@@ -98,26 +97,18 @@ def measure(args: argparse.Namespace) -> None:
                 for coupled in (True, False) if temperature else (True,):
                     with drafting(coupled):
                         outputs = run_prompts(llm, rows, temperature=temperature)
-                    figures.append(
-                        {
-                            "algorithm": algorithm,
-                            "shape": shape,
-                            "target": target,
-                            "weights": rounded,
-                            "temperature": temperature,
-                            "coupled": coupled,
-                            "accepted share": sum(o.speculation.accepted for o in outputs)
-                            / sum(o.speculation.drafted for o in outputs),
-                            "all": tokens_per_step(outputs),
-                            "dialogue": tokens_per_step(
-                                [o for o, r in zip(outputs, rows, strict=True) if "messages" in r]
-                            ),
-                            "code": tokens_per_step(
-                                [o for o, r in zip(outputs, rows, strict=True) if "prompt" in r]
-                            ),
-                        }
-                    )
-                    print(line(figures[-1]), flush=True)
+                    texts = list(zip(outputs, rows, strict=True))
+                    row = {
+                        **{"algorithm": algorithm, "shape": shape, "target": target, "weights": rounded},
+                        **{"temperature": temperature, "coupled": coupled},
+                        "accepted share": sum(o.speculation.accepted for o in outputs)
+                        / sum(o.speculation.drafted for o in outputs),
+                        "all": tokens_per_step(outputs),
+                        "dialogue": tokens_per_step([o for o, r in texts if "messages" in r]),
+                        "code": tokens_per_step([o for o, r in texts if "prompt" in r]),
+                    }
+                    figures.append(row)
+                    print(line(row), flush=True)
                     write_results("acceptance", figures, args.output)
 
 
@@ -149,24 +140,16 @@ def main() -> None:
     measure(parser.parse_args())
 
 
+def open_llm(algorithm: str, shape: Shape | None, **settings: Any) -> LLM:
+    """One request at a time; ``shape`` is None for plain decoding."""
+    return LLM(speculative_algorithm=algorithm, max_running_requests=1, **shape_settings(shape), **settings)
+
+
 PREDICTION_SHAPES: list[tuple[int, int, int] | None] = [None, (5, 1, 6), (8, 1, 9), (5, 4, 16)]
 PARAMS = SamplingParams(temperature=0, max_tokens=CODE_TOKENS, ignore_eos=True)
 KEYWORDS = {
-    "self",
-    "return",
-    "def",
-    "if",
-    "in",
-    "the",
-    "for",
-    "not",
-    "is",
-    "None",
-    "class",
-    "of",
-    "a",
-    "and",
-    "to",
+    *("self", "return", "def", "if", "in", "the", "for", "not"),
+    *("is", "None", "class", "of", "a", "and", "to"),
 }
 
 
@@ -201,19 +184,12 @@ def timed(llm: LLM, prompt: str, prediction: str | None, repeats: int) -> tuple[
     return min(wall for wall, _ in found), min(work for _, work in found), output
 
 
-def open_llm(shape: tuple[int, int, int] | None) -> LLM:
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    settings: dict[str, Any] = {} if shape is None else dict(zip(names, shape, strict=True))
-    algorithm = "NONE" if shape is None else "EAGLE3"
-    return LLM(speculative_algorithm=algorithm, max_running_requests=1, **settings)
-
-
 def prediction_measure(prompts: Sequence[str], repeats: int) -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
-    with open_llm(None) as llm:
+    with open_llm(NONE, None) as llm:
         texts = [output.text for output in llm.generate(prompts, PARAMS)]
     for shape in PREDICTION_SHAPES:
-        with open_llm(shape) as llm:
+        with open_llm(NONE if shape is None else "EAGLE3", shape) as llm:
             found: dict[str, list[tuple[float, float, RequestOutput]]] = {}
             given = variants(texts) if shape is not None else {"none": [None] * len(texts)}
             for index, prompt in enumerate(prompts):
@@ -278,13 +254,6 @@ STORED_DIALOGUES = 20_000  # without tools and JSON; the model was trained on tw
 Work = list[tuple[list[int], SamplingParams]]
 
 
-def methods_open_llm(algorithm: str, shape: Shape | None, **settings: Any) -> LLM:
-    """One request at a time, one thread; ``shape`` is None for plain decoding."""
-    if shape is not None:
-        settings |= shape_settings(shape)
-    return LLM(speculative_algorithm=algorithm, max_running_requests=1, cpu_threads=1, **settings)
-
-
 def make_datastore(folder: Path) -> Path:
     """Write REST's file of training texts; takes half a minute."""
     texts, store = folder / "texts.jsonl", folder / "texts.idx"
@@ -301,7 +270,7 @@ def make_datastore(folder: Path) -> Path:
 def workloads(count: int, temperature: float) -> dict[str, Work]:
     """Prompts and how they are answered."""
     rows, params = load_prompts(), SamplingParams(temperature=temperature, seed=0, max_tokens=CODE_TOKENS)
-    with methods_open_llm(NONE, None) as llm:
+    with open_llm(NONE, None, cpu_threads=1) as llm:
         tokenizer = llm.tokenizer
         assert tokenizer is not None
         chats = [tokenizer.encode_chat(row["messages"]) for row in rows if "messages" in row][:count]
@@ -330,11 +299,11 @@ def methods_measure(count: int, temperature: float, store: Path) -> list[dict[st
     plain: dict[str, list[list[int]]] = {}
     for algorithm, shape in METHODS:
         row: dict[str, Any] = {"method": algorithm, "shape": shape, "temperature": temperature}
-        settings = {"speculative_datastore": str(store)} if algorithm == "REST" else {}
+        settings: dict[str, Any] = {"speculative_datastore": str(store)} if algorithm == "REST" else {}
         outputs: list[RequestOutput] = []
         same = 0
         with (
-            methods_open_llm(algorithm, shape, **settings) as llm,
+            open_llm(algorithm, shape, cpu_threads=1, **settings) as llm,
             patch.object(Masks, "forced", lambda *_: []),
         ):
             llm.generate("The first request.", SamplingParams(max_tokens=16, ignore_eos=True))

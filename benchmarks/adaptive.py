@@ -42,8 +42,6 @@ STATIC: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = 64  # at least, however small the batches
 FAR_BEHIND = 0.85  # of the best rate
-SEED_RATIOS = {"NAIVE_EAGLE": 0.68 / 0.62, "EAGLE": 0.52 / 0.62}
-"""Tokens a second with and without speculation, batch 64, as the issue that began this project had them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +310,6 @@ def main() -> None:
             print(policy_line(size, found, names), flush=True)
             written = write_results("adaptive", rows, args.output)  # each time: a run may be cut short
             policies = {name: policies[name] for name in still_worth(policies, found)}
-    seeds = ", ".join(f"{name} {ratio:.2f}" for name, ratio in SEED_RATIOS.items())
-    print(f"with / without speculation that this project was begun for: {seeds}")
     print(written)
 
 

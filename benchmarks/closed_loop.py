@@ -1,6 +1,9 @@
-"""A closed loop on a scheduler: a fixed number of requests at a time; when one ends the next of its kind begins.
+"""What runs on a scheduler: a closed loop, and engines whose acceptance is forced, for timing.
 
-Every step is recorded as the policy sees it, and every message as it is sent.
+The loop has a fixed number of requests at a time; when one ends the next of its kind begins. Every step is recorded as
+the policy sees it, and every message as it is sent.
+
+Shapes: B slots, S levels, T packed nodes.
 """
 
 from __future__ import annotations

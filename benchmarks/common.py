@@ -126,10 +126,18 @@ def make_prompts(args: argparse.Namespace, count: int, tokens: int | None = None
     return random_prompts(load_model_config(Path(args.model)).vocab_size, count, tokens)
 
 
-def shape_settings(shape: Shape) -> dict[str, Any]:
-    """The flags of a shape."""
+def parse_shape(text: str) -> Shape | None:
+    """``steps,topk,tokens``, or ``off``."""
+    if text == "off":
+        return None
+    steps, topk, tokens = map(int, text.split(","))
+    return steps, topk, tokens
+
+
+def shape_settings(shape: Shape | None) -> dict[str, Any]:
+    """The flags of a shape, none for plain decoding."""
     names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    return dict(zip(names, shape, strict=True))
+    return dict(zip(names, shape, strict=True)) if shape else {}
 
 
 def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:

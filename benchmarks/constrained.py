@@ -17,6 +17,7 @@ import jsonschema
 import llguidance
 import numpy as np
 
+from benchmarks.common import shape_settings
 from benchmarks.configurations import SPECULATION
 from benchmarks.lossless import first_difference
 from benchmarks.results import options, run_command, write_results
@@ -41,7 +42,7 @@ TEMPLATE = (
 
 
 def marked_model(folder: Path) -> Path:
-    """Write the model and return where."""
+    """Write the bundled model with its special tokens renamed to the marks of tool calls and reasoning."""
     for file in BUNDLED_MODEL.iterdir():
         if not file.name.startswith("tokenizer"):
             (folder / file.name).symlink_to(file)
@@ -287,13 +288,8 @@ def _settings(name: str) -> dict[str, Any]:
         return {}
     algorithm, steps, topk, tokens = speculation
     draft = BUNDLED_DRAFTS.get(algorithm.partition("+")[0])
-    return {
-        "speculative_algorithm": algorithm,
-        "speculative_num_steps": steps,
-        "speculative_eagle_topk": topk,
-        "speculative_num_draft_tokens": tokens,
-        **({} if draft is None else {"speculative_draft_model_path": str(draft)}),
-    }
+    given = {} if draft is None else {"speculative_draft_model_path": str(draft)}
+    return {"speculative_algorithm": algorithm, **shape_settings((steps, topk, tokens)), **given}
 
 
 def main() -> None:

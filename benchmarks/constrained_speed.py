@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.acceptance import tokens_per_step
-from benchmarks.common import load_options, make_prompts, open_llm, parse_load, weights_kept
+from benchmarks.common import load_options, make_prompts, open_llm, parse_load, shape_settings, weights_kept
 from benchmarks.constrained import PERSON, WEATHER
 from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams
@@ -386,10 +386,8 @@ def due_text_measure(count: int) -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
     expected: dict[str, list[list[int]]] = {}
     for algorithm, shape in DUE_TEXT_SHAPES:
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        settings: dict[str, Any] = dict(zip(names, shape, strict=True))
         row: dict[str, Any] = {"algorithm": algorithm, "shape": shape}
-        with LLM(speculative_algorithm=algorithm, max_running_requests=8, **settings) as llm:
+        with LLM(speculative_algorithm=algorithm, max_running_requests=8, **shape_settings(shape)) as llm:
             for name, params, drafts in (
                 ("free", free, nullcontext()), ("json", held, nothing), ("json, due text drafted", held, nullcontext())
             ):  # fmt: skip

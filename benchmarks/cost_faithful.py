@@ -16,6 +16,8 @@ numbers are in the first d of D channels; everything else costs as much as in th
   all others. Drafts get the constant through ``fc``: from the embedding (EAGLE) or from the first tap (EAGLE-3).
 - An idle layer stands right after each boundary that EAGLE-3 reads, so the streams at boundaries k and k + 1 are the
   same and servers that read the list of aux layers as inputs or as outputs of layers agree.
+
+Shapes: d, D small and wide hidden size; R, C rows and columns of a small matrix.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.drafters --pair DIR [--only off DSPARK NGRAM] [--controller] [--quick]
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``; what is missing of DIR/random is made, with drafts
-of published sizes (``random_drafts.py``). 512 random tokens in, 256 out, greedy, ignoring end tokens. Shapes are fixed
+of published sizes. 512 random tokens in, 256 out, greedy, ignoring end tokens. Shapes are fixed
 and no draft is accepted, so batches stay full; what drafts gain is not measured here. At batch 1 the median of
 ``--repeats`` runs, else one run. The target is loaded once, and kernels are compiled before, on all cores.
 
@@ -54,7 +54,16 @@ HEADS = 5
 
 
 def make(path: Path, shape: Sizes, small: Sizes, dtype: torch.dtype) -> None:
-    """Write what is missing of the pair and its drafts, on the GPU if there is one. ``small``: the draft model's."""
+    """Write what is missing of the pair and its drafts, on the GPU if there is one. ``small``: the draft model's.
+
+    They have random weights, cost what trained ones cost and guess nothing: matrices are normal with a deviation of
+    0.02, vectors are ones.
+
+    - ``dspark``: a DSpark draft as DeepSpec publishes them, five layers like the target's, blocks of 7 that all draft,
+      a vanilla Markov head of rank 256 and a confidence head that reads it too.
+    - ``medusa``: five heads of one block each, with scores of their own.
+    - ``standalone``: a tied model of Llama-3.2-1B's shape.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not all((path / name / "config.json").exists() for name in ("target", "eagle3")):
         Maker(Family(), shape, dtype, device).random(path)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.acceptance import tokens_per_step
-from benchmarks.common import load_prompts, run_prompts
+from benchmarks.common import load_prompts, run_prompts, shape_settings
 from benchmarks.results import options, write_results
 from examples.bundled_model.generators.common import Sampler
 from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_turn, open_dialogue
@@ -40,7 +40,6 @@ from specserve.tools.token_map.ranking import Ranking
 from specserve.tools.token_map.write import write_map
 
 Rows = list[dict[str, Any]]
-NAMES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 FLAG = "speculative_token_map"
 MOST_CODE = 210  # prompts; some Pythons come without modules and have fewer
 
@@ -68,7 +67,6 @@ def traffic_prompts(measured: dict[str, Rows]) -> dict[str, Rows]:
 
 @contextmanager
 def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
-    shape = dict(zip(NAMES, args.shape, strict=True))
     with LLM(
         args.model,
         dtype=args.dtype,
@@ -76,7 +74,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
         disable_radix_cache=True,
         speculative_algorithm=args.algorithm,
         speculative_draft_model_path=args.draft or str(BUNDLED_DRAFTS[args.algorithm]),
-        **shape,
+        **shape_settings(args.shape),
         **settings,
     ) as llm:
         yield llm

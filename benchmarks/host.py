@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -69,34 +70,93 @@ def coding(messages: Sequence[Tokens], repeats: int) -> dict[str, float]:
     }
 
 
-def echo_zmq(inbound: str, outbound: str) -> None:
+def pack_each(batch: Sequence[Tokens]) -> list[bytes]:
+    return [encode(message) for message in batch]
+
+
+def unpack_each(frames: Sequence[bytes]) -> list[Tokens]:
+    return [decode_one(frame) for frame in frames]
+
+
+def pack_list(batch: Sequence[Tokens]) -> list[bytes]:
+    return [encode(batch)]
+
+
+def unpack_list(frames: Sequence[bytes]) -> Any:
+    return decode_to_front(frames[0])
+
+
+CODINGS: dict[str, tuple[Callable[[Any], list[bytes]], Callable[[Sequence[bytes]], Any]]] = {
+    "zmq": (pack_each, unpack_each),
+    "zmq, one frame": (pack_list, unpack_list),
+}
+
+
+def echo_zmq(name: str, inbound: str, outbound: str) -> None:
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.connect(inbound)
     outbox.connect(outbound)
-    while frames := inbox.recv_multipart():
-        if not frames[0]:
-            return
-        outbox.send_multipart([encode(decode_one(frame)) for frame in frames])
+    pack, unpack = CODINGS[name]
+    while (frames := inbox.recv_multipart())[0]:
+        outbox.send_multipart(pack(unpack(frames)))
 
 
-def echo_zmq_packed(inbound: str, outbound: str) -> None:
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(inbound)
-    outbox.connect(outbound)
-    while frame := inbox.recv():
-        outbox.send(encode(decode_to_front(frame)))
+def echo(receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
+    while (batch := receive()) is not None:
+        send(batch)
 
 
 def echo_pipe(connection: Connection) -> None:
-    while (messages := connection.recv()) is not None:
-        connection.send(messages)
+    echo(connection.recv, connection.send)
 
 
 def echo_queue(inbox: Queue[Any], outbox: Queue[Any]) -> None:
-    while (messages := inbox.get()) is not None:
-        outbox.put(messages)
+    echo(inbox.get, outbox.put)
+
+
+@contextmanager
+def zmq_echo(name: str) -> Iterator[Callable[[Sequence[Tokens]], object]]:
+    """A frame for each message, or one for all of an iteration, as the server does it."""
+    pack, unpack = CODINGS[name]
+    with tempfile.TemporaryDirectory() as directory:
+        addresses = (f"ipc://{directory}/there", f"ipc://{directory}/back")
+        context = zmq.Context()
+        outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        outbox.bind(addresses[0])
+        inbox.bind(addresses[1])
+        process = PROCESSES.Process(target=echo_zmq, args=(name, *addresses))
+        process.start()
+
+        def trip(batch: Sequence[Tokens]) -> object:
+            outbox.send_multipart(pack(batch))
+            return unpack(inbox.recv_multipart())
+
+        yield trip
+        outbox.send(b"")
+        process.join()
+        context.destroy(linger=0)
+
+
+@contextmanager
+def pickling_echo(name: str) -> Iterator[Callable[[Sequence[Tokens]], object]]:
+    """Over a pipe or a queue of multiprocessing."""
+    if name == "Pipe":
+        ours, theirs = PROCESSES.Pipe()
+        target, given, send, receive = echo_pipe, (theirs,), ours.send, ours.recv
+    else:
+        outbox, inbox = PROCESSES.Queue(), PROCESSES.Queue()
+        target, given, send, receive = echo_queue, (outbox, inbox), outbox.put, inbox.get
+    process = PROCESSES.Process(target=target, args=given)
+    process.start()
+
+    def trip(batch: Sequence[Tokens]) -> object:
+        send(batch)
+        return receive()
+
+    yield trip
+    send(None)
+    process.join()
 
 
 def round_trips(trip: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -109,78 +169,6 @@ def round_trips(trip: Callable[[], object], repeats: int) -> tuple[float, float]
             times.append((time.perf_counter_ns() - started) / 1000)
     times.sort()
     return statistics.median(times), times[int(len(times) * 0.99)]
-
-
-def measure_zmq(batches: Sequence[Sequence[Tokens]], repeats: int) -> list[tuple[float, float]]:
-    """A frame for each message."""
-
-    def trip(outbox: Any, inbox: Any, messages: Sequence[Tokens]) -> object:
-        outbox.send_multipart([encode(message) for message in messages])
-        return [decode_one(frame) for frame in inbox.recv_multipart()]
-
-    return over_zmq(echo_zmq, trip, batches, repeats)
-
-
-def measure_zmq_packed(batches: Sequence[Sequence[Tokens]], repeats: int) -> list[tuple[float, float]]:
-    """One frame for all messages of an iteration, as the server does it."""
-
-    def trip(outbox: Any, inbox: Any, messages: Sequence[Tokens]) -> object:
-        outbox.send(encode(messages))
-        return decode_to_front(inbox.recv())
-
-    return over_zmq(echo_zmq_packed, trip, batches, repeats)
-
-
-def over_zmq(
-    echo: Callable[[str, str], None],
-    trip: Callable[[Any, Any, Sequence[Tokens]], object],
-    batches: Sequence[Sequence[Tokens]],
-    repeats: int,
-) -> list[tuple[float, float]]:
-    with tempfile.TemporaryDirectory() as directory:
-        addresses = (f"ipc://{directory}/there", f"ipc://{directory}/back")
-        context = zmq.Context()
-        outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        outbox.bind(addresses[0])
-        inbox.bind(addresses[1])
-        process = PROCESSES.Process(target=echo, args=addresses)
-        process.start()
-        found = [round_trips(lambda batch=batch: trip(outbox, inbox, batch), repeats) for batch in batches]
-        outbox.send(b"")
-        process.join()
-        context.destroy(linger=0)
-    return found
-
-
-def measure_pipe(batches: Sequence[Sequence[Tokens]], repeats: int) -> list[tuple[float, float]]:
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=echo_pipe, args=(theirs,))
-    process.start()
-
-    def trip(messages: Sequence[Tokens]) -> object:
-        ours.send(messages)
-        return ours.recv()
-
-    found = [round_trips(lambda batch=batch: trip(batch), repeats) for batch in batches]
-    ours.send(None)
-    process.join()
-    return found
-
-
-def measure_queue(batches: Sequence[Sequence[Tokens]], repeats: int) -> list[tuple[float, float]]:
-    outbox: Queue[Any] = PROCESSES.Queue()
-    inbox: Queue[Any] = PROCESSES.Queue()
-    process = PROCESSES.Process(target=echo_queue, args=(outbox, inbox))
-    process.start()
-
-    def trip(messages: Sequence[Tokens]) -> object:
-        outbox.put(messages)
-        return inbox.get()
-
-    found = [round_trips(lambda batch=batch: trip(batch), repeats) for batch in batches]
-    outbox.put(None)
-    process.join()
-    return found
 
 
 def messages() -> None:
@@ -199,15 +187,13 @@ def messages() -> None:
     for batch in batches:
         for name, value in coding(batch, repeats).items():
             print(f"{len(batch):>4} messages  {name:<16} {value:8.1f}")
-    ways = {
-        "zmq": measure_zmq,
-        "zmq, one frame": measure_zmq_packed,
-        "Pipe": measure_pipe,
-        "Queue": measure_queue,
-    }
-    for name, measure in ways.items():
-        for batch, (median, tail) in zip(batches, measure(batches, repeats), strict=True):
-            print(f"{len(batch):>4} messages  {name:<16} round trip:  median {median:8.1f}  p99 {tail:8.1f}")
+    for name in (*CODINGS, "Pipe", "Queue"):
+        with (zmq_echo if name in CODINGS else pickling_echo)(name) as trip:
+            for batch in batches:
+                median, tail = round_trips(lambda batch=batch: trip(batch), repeats)
+                print(
+                    f"{len(batch):>4} messages  {name:<16} round trip:  median {median:8.1f}  p99 {tail:8.1f}"
+                )
 
 
 STEPS, LENGTH, LONG = 80, 300, 30_000

@@ -298,7 +298,7 @@ def in_process() -> None:
     Each of ``--rounds`` calls has one prompt for each client. At most 256 run at a time, and for more clients than
     that there is one call. Prompts are random, all different.
     """
-    from benchmarks.common import shape_settings
+    from benchmarks.startup import settings_of
     from specserve import LLM
 
     parser = options(in_process.__doc__)
@@ -312,15 +312,9 @@ def in_process() -> None:
     add("--new-tokens", type=int, default=256)
     add("--vocab", type=int, default=3000, help="token ids are from its upper half")
     args = parser.parse_args()
-    settings: dict[str, Any] = {"max_running_requests": RUNNING, "disable_radix_cache": True}
-    if args.shape != "off":
-        settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
-    if args.shape not in ("off", "adaptive"):
-        first, second, third = map(int, args.shape.split(","))
-        settings |= shape_settings((first, second, third))
-    settings["model_path"] = args.model
     rows = {}
-    with LLM(**settings) as llm:
+    settings = settings_of(args, args.shape)
+    with LLM(max_running_requests=RUNNING, disable_radix_cache=True, **settings) as llm:
         measure_llm(llm, 1, 1, args)
         for clients in args.clients:
             rows[clients] = measure_llm(llm, clients, args.rounds if clients <= RUNNING else 1, args)

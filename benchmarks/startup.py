@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common import shape_settings
+from benchmarks.common import parse_shape, shape_settings
 from benchmarks.http_client import Connection, Reply
 from benchmarks.results import options, write_results
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
@@ -73,12 +73,10 @@ Ask = Callable[[list[list[int]]], object]
 def settings_of(args: argparse.Namespace, shape: str) -> dict[str, Any]:
     """The settings of an engine with a shape."""
     found: dict[str, Any] = {"model_path": args.model}
-    if shape != "off":
-        found |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
-    if shape not in ("off", "adaptive"):
-        steps, topk, tokens = map(int, shape.split(","))
-        found |= shape_settings((steps, topk, tokens))
-    return found
+    if shape == "off":
+        return found
+    found |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
+    return found if shape == "adaptive" else found | shape_settings(parse_shape(shape))
 
 
 @contextmanager

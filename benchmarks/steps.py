@@ -1,4 +1,11 @@
-"""Milliseconds a step, tokens a second and seconds of prefill of equal requests, next to floors, bars and peers."""
+"""Milliseconds a step, tokens a second and seconds of prefill of equal requests, next to floors, bars and peers.
+
+A step's time is the wall clock of ``LLM.generate`` without prefill, divided by the steps taken: the time of a run to
+one token is subtracted from that of a full run, and the rest is divided by the steps of the request that took most.
+Prompts of one batch that are prefilled in several chunks begin to decode one after the other, so ``engine_steps`` can
+be larger. ``full_ms_per_step`` instead subtracts the time of a run to an eighth of the tokens, which begins and ends
+with the same steps of fewer requests, so that only steps of all requests are left, at slightly later positions.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load
+from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load, parse_shape
 from benchmarks.floors import GEMM_FLOPS, PEERS_MS, Shape, applies, prefill_ms, step_ms
 from benchmarks.plots import plot_throughput
 from benchmarks.results import result_name, run_command, write_results
@@ -232,11 +239,6 @@ def prefill_line(row: dict[str, Any]) -> str:
     return f"{text}, {row['tflops']:.0f} TFLOP/s{bar}; floor {floor}; peers {peers or 'not measured'}"
 
 
-def shape(text: str) -> Shape:
-    steps, topk, tokens = map(int, text.split(","))
-    return steps, topk, tokens
-
-
 def case(text: str) -> tuple[int, int]:
     batch, _, tokens = text.partition("x")
     if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens)):
@@ -261,7 +263,7 @@ def prefill() -> None:
         "--cases", nargs="+", type=case, help="prompts x tokens of each, as 4x100, instead; with --output"
     )
     parser.add_argument(
-        "--shape", type=shape, help="steps,topk,tokens of EAGLE-3, whose cache is then filled too"
+        "--shape", type=parse_shape, help="steps,topk,tokens of EAGLE-3, whose cache is then filled too"
     )
     args = parse_load(parser)
     if args.cases and args.output is None:

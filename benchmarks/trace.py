@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from specserve_kernels.ops import pdl as overlap
 
-from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load
+from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load, parse_shape
 from benchmarks.floors import HEAD_DIM, KV_HEADS, LAYERS, READ_BYTES_PER_S, Shape, applies, step_ms
 from benchmarks.results import run_command, write_results
 
@@ -229,8 +229,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--picture", type=Path)
     args = parse_load(parser)
-    parts = [] if args.shape == "off" else [int(part) for part in args.shape.split(",")]
-    shape: Shape | None = (parts[0], parts[1], parts[2]) if parts else None
+    shape = parse_shape(args.shape)
     with open_llm(args, shape, args.batch) as llm:
         found = report(args, shape, args.batch, llm)
     print(write_results(f"step_trace_{args.shape.replace(',', '_')}_b{args.batch}", found, args.output))
@@ -381,8 +380,7 @@ def waterfall() -> None:
     args = parse_load(parser)
     if not applies(args.model):
         raise SystemExit("--model: bytes are known of Llama-3.1-8B's shapes on an H200 alone")
-    numbers = [] if args.shape == "off" else [int(part) for part in args.shape.split(",")]
-    shape: Shape | None = (numbers[0], numbers[1], numbers[2]) if numbers else None
+    shape = parse_shape(args.shape)
     apart = mock.patch.object(overlap, "overlap_on", return_value={"OVERLAP": False})
     with apart if args.one_by_one else nullcontext(), open_llm(args, shape, 1) as llm:
         steps, _ = trace_steps(llm, make_prompts(args, 1), args.new_tokens)
