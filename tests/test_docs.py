@@ -160,3 +160,11 @@ def test_tables_have_as_many_columns_as_their_heads(page: Path) -> None:
         if rule.fullmatch(line.replace(" ", "")):
             table = itertools.takewhile(lambda row: row.startswith("|"), lines[index - 1 :])
             assert {row.count("|") for row in table} == {line.count("|")}, lines[index - 1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_rows_stand_in_tables(page: Path) -> None:
+    """A blank line within a table ends it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    assert not [table for table in tables if not re.match(r".*\n\|[-:| ]+\|\n", table)]
