@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-from specserve.messages import CostTotals, LevelTotals, ShapeTotals, SourceTotals, Stats, StepTotals
+from specserve.messages import CostTotals, LevelTotals, ShapeTotals, SourceTotals, StepTotals
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
@@ -28,32 +28,6 @@ class Counters:
     cached_tokens: int = 0
     preemptions: int = 0
     violations: int = 0
-
-    def stats(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        pages_total: int,
-        pages_free: int,
-        pages_cached: int,
-        pages_idle: int,
-        late_kernels: int,
-        eager_steps: int,
-        step_totals: StepTotals,
-    ) -> Stats:
-        return Stats(
-            running=running,
-            waiting=waiting,
-            pages_total=pages_total,
-            pages_free=pages_free,
-            pages_cached=pages_cached,
-            pages_idle=pages_idle,
-            late_kernels=late_kernels,
-            eager_steps=eager_steps,
-            step_totals=step_totals,
-            **asdict(self),
-        )
 
 
 def shape_label(shape: StepShape) -> str:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -179,7 +179,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         memory, report = self.memory, self.runner.report()
-        return self._counters.stats(
+        return Stats(
             running=len(self.running),
             waiting=len(self.waiting) + len(self._compiling),
             pages_total=memory.allocator.capacity,
@@ -189,6 +189,7 @@ class Scheduler:
             late_kernels=WATCH.late,
             eager_steps=report.eager_steps,
             step_totals=self._step_counters.totals(report.drafter, report.sources, self.policy.cost),
+            **asdict(self._counters),
         )
 
     def close(self) -> None:
