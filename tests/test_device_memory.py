@@ -20,7 +20,7 @@ from specserve.engine.commands import Prefill, Row, Step
 from specserve.engine.memory import LEAST_TOKENS, DeviceMemory, host_memory
 from specserve.kv.spec import HeadKV, zeros
 from specserve.models.read_config import load_model_config
-from specserve.scheduler.oom_backoff import CALM, LEAST_CHUNK, OOMBackoff
+from specserve.scheduler.limits import CALM, LEAST_CHUNK, OOMBackoff
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, answer_all, context_of, make_scheduler, requests_of
 

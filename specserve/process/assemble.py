@@ -49,6 +49,7 @@ from specserve.models.llama import LlamaModel
 from specserve.process import phase
 from specserve.process.fingerprint import fingerprint
 from specserve.scheduler.admission import Admission
+from specserve.scheduler.limits import Limits
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import (
     AnswersObserver,
@@ -56,7 +57,7 @@ from specserve.scheduler.observers import (
     DynamicMapObserver,
     Observer,
 )
-from specserve.scheduler.scheduler import Limits, Scheduler
+from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.speculation.control.acceptance import Acceptance
 from specserve.speculation.control.adaptive import Controller

@@ -6,11 +6,12 @@ import itertools
 import random
 import time
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from operator import attrgetter
 
 from specserve.core import MAX_SEED, Capacity, FieldError
-from specserve.messages import Submit
+from specserve.messages import Failed, Submit
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import RequestEffect
 from specserve.speculation.state import draft_cap
@@ -72,39 +73,17 @@ class Admission:
         )
 
 
-class Compiling:
-    """Requests whose grammars are being compiled, each with the time at which it came. Until they join the queue, they
-    delay no other."""
+class Waiting:
+    """Requests without a slot, by rank, lowest first. Those whose grammars are being compiled come first of all, are
+    not counted by ``len``, and delay no other. Adding and removing only move references."""
 
-    def __init__(self) -> None:
-        self._pending: dict[str, tuple[Submit, float, Future[object]]] = {}  # by id
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def add(self, message: Submit, compilation: Future[object]) -> None:
-        self._pending[message.rid] = message, time.monotonic(), compilation
-
-    def drop(self, rid: str) -> bool:
-        """Forget a request. Return whether it was here."""
-        return self._pending.pop(rid, None) is not None
-
-    def clear(self) -> None:
-        self._pending.clear()
-
-    def take(self, idle: bool) -> list[tuple[Submit, float, BaseException | None]]:
-        """Take the requests whose compilation has ended, each with its time and its error or None. ``idle``: there is
-        nothing else to do, so wait a while for one."""
-        if idle and self._pending:
-            wait([compilation for *_, compilation in self._pending.values()], WAIT, FIRST_COMPLETED)
-        done = [rid for rid, (*_, compilation) in self._pending.items() if compilation.done()]
-        return [(message, came, each.exception()) for message, came, each in map(self._pending.pop, done)]
-
-
-class Queue:
-    """Waiting requests by id and by rank, lowest first. Adding and removing only move references."""
-
-    def __init__(self) -> None:
+    def __init__(self, admission: Admission, compile: Callable[[str], Future[object] | None]) -> None:
+        """``compile``: as ``Runner.compile``."""
+        self._admission = admission
+        self._compile = compile
+        self._compiling: dict[
+            str, tuple[Submit, float, Future[object]]
+        ] = {}  # by id, each with the time it came
         self._by_id: dict[str, Request] = {}
         self._ranked: list[Request] = []
 
@@ -112,20 +91,57 @@ class Queue:
         return len(self._ranked)
 
     @property
+    def compiling(self) -> int:
+        return len(self._compiling)
+
+    @property
     def head(self) -> Request:
         return self._ranked[0]
+
+    def submit(self, message: Submit) -> Failed | None:
+        """Queue a request, or begin to compile its grammar. Return a refusal."""
+        grammar, now = message.params.grammar, time.monotonic()
+        if grammar is not None and (compilation := self._compile(grammar)) is not None:
+            self._compiling[message.rid] = message, now, compilation
+            return None
+        return self._admit(message, now)
+
+    def poll(self, idle: bool) -> list[Failed]:
+        """Queue the requests whose compilation has ended. Return refusals. ``idle``: there is nothing else to do, so
+        wait a while for one."""
+        if idle and self._compiling:
+            wait([compilation for *_, compilation in self._compiling.values()], WAIT, FIRST_COMPLETED)
+        done = [rid for rid, (*_, compilation) in self._compiling.items() if compilation.done()]
+        failed = [
+            self._admit(message, came)
+            if (error := compilation.exception()) is None
+            else Failed(message.rid, str(error), "grammar")
+            for message, came, compilation in map(self._compiling.pop, done)
+        ]
+        return [each for each in failed if each is not None]
+
+    def _admit(self, message: Submit, submitted: float) -> Failed | None:
+        try:
+            self.add(self._admission.admit(message, submitted))
+        except FieldError as refused:
+            return Failed(message.rid, refused.reason, refused.param)
+        return None
 
     def add(self, request: Request) -> None:
         self._by_id[request.rid] = request
         insort(self._ranked, request, key=_RANK)
 
     def take(self, rid: str) -> Request | None:
-        """Remove and return a request; None if it is not waiting."""
+        """Remove and return a queued request; None if it is not in the queue."""
         request = self._by_id.pop(rid, None)
         if request is not None:
             del self._ranked[bisect_left(self._ranked, request.rank, key=_RANK)]
         return request
 
+    def drop(self, rid: str) -> bool:
+        """Forget a request. Return whether it was here."""
+        return self._compiling.pop(rid, None) is not None or self.take(rid) is not None
+
     def clear(self) -> None:
-        self._by_id.clear()
-        self._ranked.clear()
+        for each in (self._compiling, self._by_id, self._ranked):
+            each.clear()

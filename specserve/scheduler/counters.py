@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from specserve.engine.runner import Emitted
 from specserve.messages import CostTotals, LevelTotals, ShapeTotals, SourceTotals, StepTotals
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
@@ -58,13 +59,12 @@ class StepCounters:
         self.seconds[label] = self.seconds.get(label, 0.0) + seconds
         self.batches[min((requests - 1).bit_length(), BATCH_BUCKETS - 1)] += 1
 
-    def drafted(self, shape: StepShape, nodes: int, accepted: int) -> None:
-        """Count the nodes that a step drafted for one request, without its root, and how many the target accepted."""
-        self.deepest_tested[min(accepted + 1, nodes, shape.depth)] += 1
+    def emitted(self, shape: StepShape, result: Emitted) -> None:
+        """Count the nodes that a step drafted for one request, without its root, and how many the target accepted; and
+        the counts of its sources: three for each, none if there is only one."""
+        accepted, counts = len(result.tokens) - 1, result.sources
+        self.deepest_tested[min(accepted + 1, result.drafted, shape.depth)] += 1
         self.deepest_accepted[accepted] += 1
-
-    def add_sources(self, counts: Sequence[int]) -> None:
-        """Add the counts of a request's sources: three for each source, none if there is only one."""
         if counts:
             self.sources = [a + b for a, b in zip(self.sources or [0] * len(counts), counts, strict=True)]
 

@@ -51,6 +51,16 @@ class Request:
     scores: list[TokenLogprob] | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
 
+    def extend(self, tokens: list[int], predicted: range, from_step: bool) -> None:
+        """Append tokens, of which ``predicted`` matched those indices of its prediction."""
+        self.output += tokens
+        if predicted and self.params.prediction:
+            known = len(self.predicted)
+            self.predicted.update(predicted[: len(tokens)])
+            self.count(predicted=len(self.predicted) - known)
+        if from_step:
+            self.count(accepted=len(tokens) - 1)
+
     def count(self, **more: int) -> None:
         """Add to the report's numbers."""
         sums = {name: getattr(self.usage, name) + number for name, number in more.items()}

@@ -17,18 +17,17 @@ from typing import TypeVar
 import torch
 from torch import OutOfMemoryError
 
-from specserve.core import FieldError
 from specserve.engine.commands import Admit, Begin, Prefill, Row, SetPages, Settle, Step
 from specserve.engine.kernels import WATCH
 from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import EngineInfo, Failed, FinishReason, Stats, Submit, Tokens
-from specserve.scheduler.admission import Admission, Compiling, Queue
+from specserve.scheduler.admission import Admission, Waiting
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.counters import Counters, StepCounters
+from specserve.scheduler.limits import ATTEMPTS, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
-from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
 from specserve.scheduler.prompt_chunk import PromptChunk
 from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
@@ -38,18 +37,6 @@ from specserve.speculation.shape import StepShape
 log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of what the scheduler launches at once."""
-
-    max_running_requests: int
-    chunked_prefill_size: int
-    max_prefill_tokens_per_step: int  # while other requests wait for their next step
-    headroom: int  # positions that the first step of a request may write
-    drafts: bool  # steps may draft
-    overlap: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +70,9 @@ class Scheduler:
         self.memory = memory
         self._observers = observers
         self.runner = runner
-        self._admission = admission
         self.limits = limits
         self.policy = policy
-        self.waiting = Queue()
-        self._compiling = Compiling()
+        self.waiting = Waiting(admission, runner.compile)
         self.running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
@@ -105,45 +90,26 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._inflight or self._outbox or self._compiling)
+        return bool(self.waiting or self.running or self._inflight or self._outbox or self.waiting.compiling)
 
     def submit(self, message: Submit) -> None:
         """Queue a request; ``run_once`` returns a refusal."""
-        grammar = message.params.grammar
-        if grammar is not None and (compilation := self.runner.compile(grammar)) is not None:
-            self._compiling.add(message, compilation)
-        else:
-            self._enqueue(message, time.monotonic())
-
-    def _enqueue(self, message: Submit, submitted: float) -> None:
-        try:
-            self.waiting.add(self._admission.admit(message, submitted))
-        except FieldError as refused:
-            self._outbox.append(Failed(message.rid, refused.reason, refused.param))
-
-    def _take_compiled(self) -> None:
-        """Queue the requests whose grammars are compiled."""
-        idle = not (self.waiting or self.running or self._inflight or self._outbox)
-        for message, submitted, error in self._compiling.take(idle):
-            if error is None:
-                self._enqueue(message, submitted)
-            else:
-                self._outbox.append(Failed(message.rid, str(error), "grammar"))
+        if (refusal := self.waiting.submit(message)) is not None:
+            self._outbox.append(refusal)
 
     def abort(self, rid: str) -> None:
         """End a request at once and free what it holds. Ignore unknown ids."""
-        if not self._compiling.drop(rid) and self.waiting.take(rid) is None:
+        if not self.waiting.drop(rid):
             for request in [r for r in self.running if r.rid == rid]:
                 self._vacate(request)
 
     def flush_cache(self) -> int | None:
         """Empty the prefix cache. Return the pages it held; None, with nothing done, while there are requests."""
-        cache = self.memory.cache
-        if self.waiting or self.running or self._compiling:
+        if self.waiting or self.waiting.compiling or self.running:
             return None
         for observer in self._observers:
             observer.flushed()
-        return cache.clear() if cache is not None else 0
+        return self.memory.cache.clear() if self.memory.cache is not None else 0
 
     def check_idle(self) -> None:
         """Check that an idle engine holds no pages or slots. Leaks are logged and counted."""
@@ -166,7 +132,8 @@ class Scheduler:
 
         First tokens end a call: they are sent before the step that follows them is read."""
         if len(self._inflight) <= self._unread:
-            self._take_compiled()
+            busy = self.waiting or self.running or self._inflight or self._outbox
+            self._outbox += self.waiting.poll(idle=not busy)
             self.admit()
             self._unread = self._launch()
         while len(self._inflight) > self._unread:
@@ -181,7 +148,7 @@ class Scheduler:
         memory, report = self.memory, self.runner.report()
         return Stats(
             running=len(self.running),
-            waiting=len(self.waiting) + len(self._compiling),
+            waiting=len(self.waiting) + self.waiting.compiling,
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
@@ -197,7 +164,6 @@ class Scheduler:
         for request in [*self.running]:
             self._vacate(request)
         self.waiting.clear()
-        self._compiling.clear()
         self._inflight.clear()
 
     # Admission.
@@ -440,7 +406,9 @@ class Scheduler:
             if item.shape is not None:
                 request.failures = 0
                 request.inflight -= item.adds
-                self._count(request, emitted, item.shape)
+                request.count(steps=1, drafted=emitted.drafted)
+                self._counters.drafted += emitted.drafted
+                self._step_counters.emitted(item.shape, emitted)
             if emitted.tokens:
                 if request.effect.predicted:
                     request.effect.follow(len(emitted.predicted), len(emitted.tokens))
@@ -468,24 +436,12 @@ class Scheduler:
             self._step_counters.priced(cost, shape, self.policy.plain(requests), batch, gained)
         self.policy.observe(shape, batch, outcome, seconds)
 
-    def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
-        request.count(steps=1, drafted=emitted.drafted)
-        self._counters.drafted += emitted.drafted
-        self._step_counters.drafted(shape, emitted.drafted, len(emitted.tokens) - 1)
-        self._step_counters.add_sources(emitted.sources)
-
     def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> FinishReason | None:
         """Append tokens up to the request's end and tell the front. Return why it ends, if it does."""
         kept, reason, stopped = until_end(request, emitted.tokens)
-        request.output += kept
+        request.extend(kept, emitted.predicted, from_step)
         self._counters.generated_tokens += len(kept)
-        if emitted.predicted and request.params.prediction:
-            known = len(request.predicted)
-            request.predicted.update(emitted.predicted[: len(kept)])
-            request.count(predicted=len(request.predicted) - known)
-        if from_step:
-            self._counters.accepted += len(kept) - 1
-            request.count(accepted=len(kept) - 1)
+        self._counters.accepted += len(kept) - 1 if from_step else 0
         if reason is not None:
             self._vacate(request)
         for observer in self._observers:

@@ -8,10 +8,11 @@ from concurrent.futures import Future
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 
-from specserve.core import SamplingParams
+from specserve.core import Capacity, SamplingParams
 from specserve.messages import Submit
-from specserve.scheduler.admission import Compiling
+from specserve.scheduler.admission import Admission, Waiting
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
@@ -164,11 +165,14 @@ def test_who_still_waits_would_not_fit(agreeing: Checkpoints) -> None:
 
 
 def test_the_time_in_which_a_grammar_is_compiled_is_waiting() -> None:
-    compiling, compilation = Compiling(), Future[object]()
-    compiling.add(Submit("a", [1], params(1)), compilation)
+    compilation = Future[object]()
+    capacity = Capacity(context_length=9, pool_tokens=9, vocab_size=9, all_greedy=False)
+    waiting = Waiting(Admission(capacity, (), None, None), lambda grammar: compilation)
+    assert waiting.submit(Submit("a", [1], replace(params(1), grammar="{}"))) is None
     begun = time.monotonic()
-    assert compiling.take(idle=True) == []
+    assert waiting.poll(idle=True) == []
+    assert (len(waiting), waiting.compiling) == (0, 1)
     compilation.set_result(None)
-    ((message, came, error),) = compiling.take(idle=False)
-    assert (message.rid, error) == ("a", None)
-    assert came <= begun < time.monotonic()
+    assert waiting.poll(idle=False) == []
+    assert (len(waiting), waiting.compiling) == (1, 0)
+    assert waiting.head.submitted <= begun < time.monotonic()

@@ -1,4 +1,4 @@
-"""Reduced launch sizes for a while after the device ran out of memory."""
+"""Limits of what is launched at once, and lower ones for a while after the device ran out of memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from dataclasses import dataclass
 ATTEMPTS = 5  # smallest possible launches that a request may fail alone
 LEAST_CHUNK = 16  # prompt tokens
 CALM = 16  # successful launches after which limits rise
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of what the scheduler launches at once."""
+
+    max_running_requests: int
+    chunked_prefill_size: int
+    max_prefill_tokens_per_step: int  # while other requests wait for their next step
+    headroom: int  # positions that the first step of a request may write
+    drafts: bool  # steps may draft
+    overlap: bool
 
 
 @dataclass(slots=True)
