@@ -157,7 +157,7 @@ def main() -> None:
     figures["threads"] = torch.get_num_threads()
     for name, value in figures.items():
         print(f"{name}: {value}")
-    print(write_results("cpu_dtypes" if args.dtypes else "cpu_speed", figures))
+    print(write_results("cpu_dtypes" if args.dtypes else "cpu_speed", figures, args.output))
 
 
 SHAPE = [
