@@ -15,10 +15,9 @@ from functools import cache, lru_cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from specserve.constraints.guards import check_ends, check_width
 from specserve.constraints.schemas import (
     ASCII,
-    check_ends,
-    check_width,
     enforceable,
     exact_dates,
     with_escapes,

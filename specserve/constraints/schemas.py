@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-MOST_WIDTH = (
-    4200  # parser items at one place of a value: as many optional properties as a request's object may have
-)
 _EXACT = 1 << 53
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-_DATA = ("enum", "const")
-_NOTES = (
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+DATA = ("enum", "const")
+NOTES = (
     *("default", "example", "examples"),
     *("title", "description", "$comment", "deprecated", "readOnly", "writeOnly"),
 )
@@ -48,7 +45,7 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
         "maxProperties",
     ),
 }
-LABELS = (*_NOTES, "$defs", "definitions")
+LABELS = (*NOTES, "$defs", "definitions")
 # Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes: 1.9.1
 # refuses them.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -91,11 +88,11 @@ def enforceable(schema: Any) -> Any:
         return schema
     kept = {}
     for keyword, value in schema.items():
-        if keyword in _NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
+        if keyword in NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
             continue
-        if keyword in _DATA:
+        if keyword in DATA:
             _check_exact(value)
-        elif keyword in _BY_NAME and isinstance(value, dict):
+        elif keyword in BY_NAME and isinstance(value, dict):
             if keyword == "patternProperties":
                 for pattern in value:
                     _check_pattern(pattern)
@@ -112,7 +109,7 @@ def enforceable(schema: Any) -> Any:
 def _check_count(schema: Mapping[str, Any]) -> None:
     """Raise ValueError for a ``minProperties`` that one further key could reach: 1.9.1 counts it each time that it is
     written."""
-    least, named = schema.get("minProperties"), set(map(str, _list(schema.get("required"))))
+    least, named = schema.get("minProperties"), set(map(str, as_list(schema.get("required"))))
     if isinstance(least, int) and least > max(len(named), 1):
         words = "can be enforced up to the number of required properties of the same object, or 1"
         raise ValueError(f"minProperties: {words}, found {least}")
@@ -144,7 +141,7 @@ def exact_dates(schema: Any) -> Any:
         return [exact_dates(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    exact = {name: each if name in _DATA else exact_dates(each) for name, each in schema.items()}
+    exact = {name: each if name in DATA else exact_dates(each) for name, each in schema.items()}
     if exact.get("format") in ("date", "date-time") and isinstance(exact.get("allOf", []), list):
         exact["allOf"] = [*exact.get("allOf", []), {"pattern": f"^{FORMATS[exact.pop('format')]}$"}]
     return exact
@@ -165,7 +162,7 @@ def fields(schema: Mapping[str, Any], place: str) -> Fields:
     check_known(
         schema, ("type", "properties", "required", "additionalProperties", "$schema", "$id", *LABELS), place
     )
-    named, needed = schema.get("properties") or {}, set(_list(schema.get("required")))
+    named, needed = schema.get("properties") or {}, set(as_list(schema.get("required")))
     others = schema.get("additionalProperties", True)
     if unnamed := sorted(needed - named.keys()):
         raise ValueError(f"{place}required: {unnamed[0]!r} is not one of the properties")
@@ -224,7 +221,7 @@ def resolved(reference: str, root: Any) -> Any:
             target = target[index]
         except (LookupError, TypeError):
             target = None
-    if not _is_local(reference) or not isinstance(target, Mapping | bool):
+    if not is_local(reference) or not isinstance(target, Mapping | bool):
         raise ValueError(f"$ref: {reference!r} is not a part of the schema")
     return target
 
@@ -249,9 +246,9 @@ def _renamed(schema: Any, names: dict[str, str]) -> Any:
     renamed = {**schema}
     if isinstance(reference := schema.get("$ref"), str):
         renamed["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
-    for keyword in renamed.keys() - {*_DATA, *_NOTES, "$ref"}:
+    for keyword in renamed.keys() - {*DATA, *NOTES, "$ref"}:
         value = renamed[keyword]
-        if keyword in _BY_NAME and isinstance(value, dict):
+        if keyword in BY_NAME and isinstance(value, dict):
             renamed[keyword] = {name: _renamed(each, names) for name, each in value.items()}
         else:
             renamed[keyword] = _renamed(value, names)
@@ -278,8 +275,8 @@ def alternatives(
         raise ValueError(f"{place}: {keyword} can't be enforced together with other keywords")
     value = rest[keyword]
     if keyword == "enum":
-        allowed = {*_list(kind), str(kind)}
-        kept = [each for each in _list(value) if kind is None or KINDS[type(each)] & allowed]
+        allowed = {*as_list(kind), str(kind)}
+        kept = [each for each in as_list(value) if kind is None or KINDS[type(each)] & allowed]
         return [(f"{place}.enum", {"enum": kept})] if kept else []
     if keyword == "$ref":
         return [] if value in seen else alternatives(resolved(value, root), root, place, (*seen, value))
@@ -302,128 +299,10 @@ def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {name: each for name, each in schema.items() if name not in others}
 
 
-def check_width(root: Any) -> None:
-    """Raise ValueError for a schema of which too many alternatives may have to be followed at once: 1.9.1 takes it and
-    fails within the answer."""
-    known: dict[int, int] = {}
-    widest = max((_width(part, root, known) for part in _parts(root)), default=0)
-    if widest > MOST_WIDTH:
-        words = "too many optional properties or alternatives may come next, about"
-        raise ValueError(f"{words} {widest // 4}; the limit is {MOST_WIDTH // 4}")
-
-
-def _parts(schema: Any, named: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects that are schemas in a schema, or in ``named`` ones."""
-    if not named and isinstance(schema, dict):
-        yield schema
-    items = (
-        schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
-    )
-    for name, value in items:
-        if named or name not in (*_DATA, *_NOTES):
-            yield from _parts(value, not named and name in _BY_NAME)
-
-
-def _width(schema: Any, root: Any, known: dict[int, int]) -> int:
-    """Return about how many parser items llguidance has where a value begins or goes on: 4 for each optional property,
-    and twice the sum of all alternatives. ``known``: by the id of a part; 0 where one leads back to itself."""
-    if not isinstance(schema, dict):
-        return 1
-    if id(schema) not in known:
-        known[id(schema)] = 0
-        own = _own_width(schema)
-        for name in ("anyOf", "oneOf"):
-            if parts := _list(schema.get(name)):
-                own = 2 * sum(own + _width_of_one(each, root, known) for each in parts)
-        target = _target(schema, root)
-        parts = [*_list(schema.get("allOf")), *([] if target is schema else [target])]
-        known[id(schema)] = own + sum(_width(each, root, known) for each in parts)
-    return known[id(schema)]
-
-
-def _width_of_one(alternative: Any, root: Any, known: dict[int, int]) -> int:
-    """Return the width of one of several alternatives: little if its first property already tells it from others."""
-    target = _target(alternative, root)
-    names = target.get("properties") if isinstance(target, dict) else None
-    first, kind = next(iter(names.items()), ("", {})) if isinstance(names, dict) else ("", {})
-    tells = isinstance(kind, dict) and bool(kind.keys() & {*_DATA}) and first in _list(target.get("required"))
-    return 2 if tells else _width(alternative, root, known)
-
-
-def _target(schema: Any, root: Any) -> Any:
+def target_of(schema: Any, root: Any) -> Any:
     """Return what a schema refers to, or itself."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
-    return resolved(reference, root) if isinstance(reference, str) and _is_local(reference) else schema
-
-
-def _own_width(schema: Mapping[str, Any]) -> int:
-    """Return the width of a schema without its alternatives, as measured."""
-    if schema.keys() & {*_DATA}:
-        return 0
-    width = 2 + 6 * ("items" in schema) + 26 * ("maxItems" in schema or "minItems" in schema)
-    names, patterns = (schema.get(name) for name in ("properties", "patternProperties"))
-    if isinstance(names, dict):
-        width += 4 * len(names.keys() - set(map(str, _list(schema.get("required")))))
-    width += 4 * len(patterns) if isinstance(patterns, dict) else 0
-    is_object = isinstance(names, dict) or "additionalProperties" in schema
-    return width + 6 * (is_object and schema.get("additionalProperties") is not False)
-
-
-def check_ends(root: Any) -> None:
-    """Raise ValueError for a reference whose values could only be infinite: 1.9.1 takes it, and no answer ends."""
-    places = {at: place for at, place in _references(root, "") if _is_local(at)}
-    finite: set[str] = set()
-    before = -1
-    while before < len(finite):
-        before, seen = len(finite), set[str]()
-        for reference in places:
-            _ends({"$ref": reference}, root, finite, seen)
-    for reference, place in places.items():
-        if reference not in finite:
-            raise ValueError(f"{place}: no value of {reference!r} is finite")
-
-
-def _references(schema: Any, place: str, named: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the references in a schema, or in ``named`` ones, and where they are."""
-    if not named and isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
-        yield reference, f"{place}$ref"
-    parts = (
-        enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
-    )
-    for name, value in parts:
-        if named or name not in (*_DATA, *_NOTES):
-            yield from _references(value, f"{place}{name}.", not named and name in _BY_NAME)
-
-
-def _ends(schema: Any, root: Any, finite: set[str], seen: set[str]) -> bool:
-    """Return whether a schema certainly has finite values. ``finite``: references known to, ``seen``: those looked at
-    in this round."""
-    if not isinstance(schema, dict):
-        return True
-
-    def ends(part: Any) -> bool:
-        return _ends(part, root, finite, seen)
-
-    reference, needed = schema.get("$ref"), schema.get("required")
-    if isinstance(reference, str) and _is_local(reference) and reference not in finite:
-        if reference in seen:
-            return False
-        seen.add(reference)
-        if not ends(resolved(reference, root)):
-            return False
-        finite.add(reference)
-    parts = _list(schema.get("allOf"))
-    properties = schema.get("properties")
-    if schema.get("type") == "object" and isinstance(properties, dict):
-        parts += [properties.get(name) for name in _list(needed) if isinstance(name, str)]
-    if schema.get("type") == "array" and schema.get("minItems"):
-        parts += (
-            [schema.get("items")]
-            if "prefixItems" not in schema
-            else _list(schema["prefixItems"])[: schema["minItems"]]
-        )
-    either = [_list(schema[name]) for name in ("anyOf", "oneOf") if schema.get(name)]
-    return all(map(ends, parts)) and all(any(map(ends, each)) for each in either)
+    return resolved(reference, root) if isinstance(reference, str) and is_local(reference) else schema
 
 
 def no_json(word: str) -> NoReturn:
@@ -443,20 +322,20 @@ def kinds_of(schema: object, root: Any) -> set[str]:
             continue
         seen.add(id(part))
         kind = part.get("type")
-        kinds.update(each for each in [kind, *_list(kind)] if isinstance(each, str))
-        values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
+        kinds.update(each for each in [kind, *as_list(kind)] if isinstance(each, str))
+        values = [*as_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
         kinds.update(*(sorted(KINDS.get(type(value), ()))[:1] for value in values))
         for name in ("anyOf", "oneOf", "allOf"):
-            left += _list(part.get(name))
+            left += as_list(part.get(name))
         with contextlib.suppress(ValueError):
-            left.append(_target(part, root))
+            left.append(target_of(part, root))
     return kinds
 
 
-def _is_local(reference: str) -> bool:
+def is_local(reference: str) -> bool:
     return reference == "#" or reference.startswith("#/")
 
 
-def _list(given: object) -> list[Any]:
+def as_list(given: object) -> list[Any]:
     """Return a copy of a list, an empty one of anything else."""
     return list(given) if isinstance(given, list) else []

@@ -51,6 +51,11 @@ class Request:
     scores: list[TokenLogprob] | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
 
+    def leave_slot(self) -> None:
+        self.slot, self.inflight, self.pending = -1, 0, 0
+        self.prefilled, self.begun, self.context = 0, False, ()
+        self.waits = 0
+
     def extend(self, tokens: list[int], predicted: range, from_step: bool) -> None:
         """Append tokens, of which ``predicted`` matched those indices of its prediction."""
         self.output += tokens

@@ -381,9 +381,7 @@ class Scheduler:
         self.memory.release(request)
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot, request.inflight, request.pending = -1, 0, 0
-        request.prefilled, request.begun, request.context = 0, False, ()
-        request.waits = 0
+        request.leave_slot()
 
     # Results.
 
