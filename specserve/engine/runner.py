@@ -215,11 +215,11 @@ class Runner:
         context: Context,
         graphs: Mapping[StepShape, StepGraph],
         prompts: Mapping[PromptSize, PromptGraph] | None = None,
-        capture_next: Callable[[], bool] = lambda: False,
+        capture_next: Callable[[], bool] | None = None,
         in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
     ) -> None:
         """``graphs``: captured steps. ``prompts``: captured prompt launches. ``in_parts`` returns steps captured in
-        parts. All others run eagerly. ``capture_next`` captures one more step, if one was left for idle times."""
+        parts. All others run eagerly. ``capture_next`` captures one more step; None: none was left for idle times."""
         self.context = context
         self.capture_next = capture_next
         self._eager_steps = 0

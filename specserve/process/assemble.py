@@ -128,8 +128,8 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
         Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
     policy = shape_policy(plan, context, graphs)
-    later = {"capture_next": graphs.capture_next} if graphs.left else {}
-    runner = Runner(context, graphs.steps, graphs.prompts, in_parts=graphs.in_parts, **later)
+    capture_next = graphs.capture_next if graphs.left else None
+    runner = Runner(context, graphs.steps, graphs.prompts, capture_next, graphs.in_parts)
     if config.device == "cuda":
         phase.enter("warming up")
         runner.warm_up(config.longest_launch)

@@ -125,7 +125,7 @@ class Scheduler:
 
     def work_ahead(self) -> bool:
         """Do a piece of work that was postponed until the engine is idle. Return whether there was any."""
-        return self.runner.capture_next()
+        return self.runner.capture_next is not None and self.runner.capture_next()
 
     def run_once(self) -> list[Tokens | Failed]:
         """Run one iteration, or the rest of it. Return the messages for the front.
