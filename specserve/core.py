@@ -132,8 +132,8 @@ _ELSEWHERE = {
 
 
 class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
-    """Makes and checks ``SamplingParams``; says what to use instead of a parameter that others have. The engine does
-    not check again what it decodes."""
+    """Makes and checks ``SamplingParams``; says what to use instead of a parameter that others have. The engine
+    trusts what it decodes: the front made it."""
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
         for name in named.keys() & _ELSEWHERE:

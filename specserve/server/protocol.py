@@ -225,18 +225,11 @@ class GenerationRequest(StructuredRequest):
         return bool(self.stream and self.return_speculation)
 
 
-_AS_THEY_ARE = (
-    *("stop", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *(
-        "min_tokens",
-        "seed",
-        "stop_token_ids",
-        "ignore_eos",
-        "priority",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-    ),
-)
+# The server asks for each answer by itself, and tokenizes predictions.
+_SAMPLING = (GenerationRequest.model_fields.keys() & {*SamplingParams.__struct_fields__}) - {
+    "n",
+    "prediction",
+}
 
 
 def sampling_params(
@@ -252,7 +245,7 @@ def sampling_params(
     FieldError or ApiError 400 naming the field."""
     if request.stream_options is not None and not request.stream:
         raise FieldError("stream_options", "only with stream: true")
-    fields: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
