@@ -168,3 +168,14 @@ def test_rows_stand_in_tables(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert not [table for table in tables if not re.match(r".*\n\|[-:| ]+\|\n", table)]
+
+
+def test_code_names_files_that_exist() -> None:
+    """By their paths in the repository or a package, or beside the file."""
+    roots = [ROOT, ROOT / "specserve", ROOT / "kernels", ROOT / "kernels" / "specserve_kernels"]
+    for root in (ROOT / "specserve", ROOT / "kernels"):
+        for file in sorted(root.rglob("*.py")):
+            named = re.findall(r"``([\w/]+\.py)``", file.read_text())
+            assert not [
+                path for path in named if not any((at / path).exists() for at in (file.parent, *roots))
+            ], file

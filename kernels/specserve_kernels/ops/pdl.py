@@ -7,8 +7,8 @@ own predecessor, and so on. Therefore every program must wait, even one without 
 predecessor would let its successor in too early.
 
 Prefetching weights into L2 before the wait gains nothing on an H200, and prefetching many of them costs time (see
-benchmarks/results/LOG.md). Bringing them into shared memory saves time: ``linear/streamed.py`` and ``specialized.py``.
-There, too, nothing may write a weight in the launch directly before.
+benchmarks/results/LOG.md). Bringing them into shared memory saves time: ``linear/streamed.py`` and
+``linear/specialized.py``. There, too, nothing may write a weight in the launch directly before.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

@@ -47,7 +47,7 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
 def launch_config(
     rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes
 ) -> LaunchConfig:
-    """Choose the launch for this many rows and tokens: the measured launches of ``ops/linear.py`` for a weight with as
+    """Choose the launch for this many rows and tokens: the measured launches of ``linear.py`` for a weight with as
     many outputs. Up to 64 tokens the weight is read once and memory is the limit; beyond that, compute is. float32
     takes half the step, which is as many bytes. With less shared memory, there are fewer stages."""
     if tokens <= 16:

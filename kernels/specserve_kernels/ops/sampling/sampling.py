@@ -1,7 +1,7 @@
 """The sampler in two launches: from logits to tokens, or to draft candidates, for any mix of requests.
 
-The operations and their order are those of ``reference/sampling.py``: penalties, bias, truncation, Gumbel noise, argmax
-with ties to the lowest id. The kernel reads each row's parameters from the table, so one CUDA graph serves all
+The operations and their order are those of ``reference/sampling/sampling.py``: penalties, bias, truncation, Gumbel noise,
+argmax with ties to the lowest id. The kernel reads each row's parameters from the table, so one CUDA graph serves all
 requests.
 
 ``scan`` works on blocks of the vocabulary. It writes each block's best perturbed scores and, for rows that truncate,
