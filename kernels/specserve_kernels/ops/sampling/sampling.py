@@ -1,8 +1,8 @@
 """The sampler in two launches: from logits to tokens, or to draft candidates, for any mix of requests.
 
-The operations and their order are those of ``reference/sampling/sampling.py``: penalties, bias, truncation, Gumbel noise,
-argmax with ties to the lowest id. The kernel reads each row's parameters from the table, so one CUDA graph serves all
-requests.
+The operations and their order are those of ``reference/sampling/sampling.py``: penalties, bias, truncation, Gumbel
+noise, argmax with ties to the lowest id. The kernel reads each row's parameters from the table, so one CUDA graph
+serves all requests.
 
 ``scan`` works on blocks of the vocabulary. It writes each block's best perturbed scores and, for rows that truncate,
 the block's largest scaled logit, its sum of exponentials, and the mass above each of 16 edges. For a row without
