@@ -1,7 +1,7 @@
 """Messages between the front process and the engine. One direction each way, no callbacks.
 
 Front to engine: Submit, Abort, Flush. Engine to front: Starting, Ready, Tokens, Failed, Flushed, Stats, Broken. Encoded
-with msgpack as lists: everything that is ready is sent together (docs/decisions).
+with msgpack as lists: everything that is ready is sent together (docs/decisions/0001-messages.md).
 """
 
 from __future__ import annotations

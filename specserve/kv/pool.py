@@ -1,7 +1,7 @@
 """KV storage: a list of layers, the target's first and then the draft's, under one page table.
 
-A draft layer's entry is at the slot of its *input token*, so the entry at slot n depends only on tokens <= n, and a
-cached prefix is right for the draft too (slot 0 has no draft entry). Page 0 belongs to no request: padding writes
+A draft layer's entry is at the position of its *input token*, so the entry at n depends only on tokens <= n, and a
+cached prefix is right for the draft too (position 0 has no draft entry). Page 0 belongs to no request: padding writes
 there.
 """
 

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a target model. ``sliding_window``: how many tokens back attention sees; None: all.
+    """The configuration of a target model. ``sliding_window``: how many tokens back the model's attention sees, which
+    bounds the context here; None: all.
     ``notes`` say what was chosen while it was read."""
 
     architecture: str

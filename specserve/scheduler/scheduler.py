@@ -305,7 +305,7 @@ class Scheduler:
         return request.computed + request.inflight
 
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
-        """Find pages for the next step: evict, then preempt the request ranked last, then give up drafting."""
+        """Find pages for the next step: evict, then read what is in flight, then preempt the last, then don't draft."""
         while True:
             computed = sum(r.computed for r in ready)
             masked = any(self._constraints.mask(r, 0) for r in ready)

@@ -81,7 +81,8 @@ class SlotState:
         """Begin anew in the rows of requests that take their slots; prefill comes next."""
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """Process the prompts' tokens and the token chosen after each prompt."""
+        """Process the prompts' tokens that no cached page covers, and the token chosen after each prompt. Short
+        prompts are captured, with empty runs as padding."""
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Process the emitted tokens, also after steps without drafts, so that drafting can resume at any step. Return

@@ -1,8 +1,9 @@
 """The step: draft, select, verify, accept, commit. Plain decoding is the same path with trees of one node.
 
-What may enter this file: calls on device tensors in shapes fixed by ``StepShape``. No host read, no data-dependent
-shape, no branch on a request's features or a drafter's name. A CUDA graph captures the whole of ``step``, or each of
-its three parts where masks are filled on the host between them.
+What may enter this file: calls on device tensors in shapes fixed by ``StepShape``. No host read and no data-dependent
+shape. The only branches are on the shape, on ``Needs`` (what some request of the batch uses; a captured step assumes
+everything) and on which tables exist, never on a drafter's name. A CUDA graph captures the whole of ``step``, or each
+of its three parts (``draft``, ``verify``, ``settle``) where masks are filled on the host between them.
 
 Shapes: B slots, S draft levels, T packed nodes (roots included), V vocabulary, W words of 32 tokens each.
 """
@@ -64,7 +65,7 @@ class StepResult:
 
 
 def step(context: Context, view: View, shape: StepShape) -> StepResult:
-    """Emit between 1 and S + 1 tokens for every slot of the batch and advance its state."""
+    """Emit between 1 and ``shape.depth`` + 1 tokens for every slot of the batch and advance its state."""
     return settle(context, verify(context, draft(context, view, shape)))
 
 
@@ -112,7 +113,7 @@ def settle(context: Context, verification: Verification, words_TW: Tensor | None
 def commit(context: Context, view: View, accepted: Accepted, states: TargetStates, in_place: bool) -> None:
     """Write the accepted path to the target's cache, the drafter's cache and the request state, in the same way after
     every step, drafted or not, so that speculation can start at any step. ``in_place``: the accepted nodes are already
-    at their final slots, as in chains. Entries after the accepted path go to the dummy page."""
+    at their final positions, as in chains. Entries after the accepted path go to the dummy page."""
     if not in_place:
         for group in context.pool.target_groups:
             move_kv(group, accepted)
