@@ -81,9 +81,8 @@ class Waiting:
         """``compile``: as ``Runner.compile``."""
         self._admission = admission
         self._compile = compile
-        self._compiling: dict[
-            str, tuple[Submit, float, Future[object]]
-        ] = {}  # by id, each with the time it came
+        # By id, each with the time it came.
+        self._compiling: dict[str, tuple[Submit, float, Future[object]]] = {}
         self._by_id: dict[str, Request] = {}
         self._ranked: list[Request] = []
 

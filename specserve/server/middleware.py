@@ -50,9 +50,8 @@ class Connection(H11Protocol):
     been idle the longest after an answer makes room for a new one; if there is none, the new one is closed at once:
     with no file left, asyncio would try to accept the next one again and again."""
 
-    _idle: ClassVar[
-        dict[Connection, None]
-    ] = {}  # after an answer, with nothing of a next request; oldest first
+    _idle: ClassVar[dict[Connection, None]] = {}
+    """After an answer, with nothing of a next request; oldest first."""
     _noted = -NOTED
     _head: asyncio.TimerHandle | None = None
 
