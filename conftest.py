@@ -57,10 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported stays: a collection of garbage need not look through it, which takes 0.3 s each time."""
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_frozen() -> Iterator[None]:
+    """Imported modules stay: a collection of garbage need not look through them, which takes 0.6 s at each engine's
+    start."""
     gc.collect()
     gc.freeze()
+    yield
 
 
 def pytest_sessionfinish() -> None:
