@@ -58,12 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_stays_is_frozen() -> Iterator[None]:
+def what_stays_is_frozen() -> None:
     """Imported modules stay: a collection of garbage need not look through them, which takes 0.6 s at each engine's
     start."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 def pytest_sessionfinish() -> None:
