@@ -73,10 +73,10 @@ def test_lossless() -> None:
     for name, words in (
         (
             "gpu_float32",
-            "In float32, where sums have [no fixed order](architecture.md#one-order-of-sums), {:,} of {:,}",
+            "in float32, where sums have [no fixed order](architecture.md#one-order-of-sums), {:,} of {:,}",
         ),
         ("gpu_bfloat16", "In bfloat16 with drafts in int8, {:,} of {:,} texts are equal"),
-        ("float64", "in float64 on a CPU {:,} of {:,}"),
+        ("float64", "In float64, {:,} of {:,} are equal"),
     ):
         found: Any = figures(f"lossless_{name}")
         assert words.format(found["identical"], found["texts"]) in page
