@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,16 @@ from specserve_kernels import dequantize_packed, pack
 from torch import Tensor
 
 import specserve.datastore
-from benchmarks.common import CODE_TOKENS, load_prompts, run_prompts, shape_settings
-from benchmarks.floors import Shape
-from benchmarks.results import options, run_command, write_results
+from benchmarks.common import (
+    CODE_TOKENS,
+    Shape,
+    encode,
+    load_prompts,
+    run_prompts,
+    shape_settings,
+    tokens_per_step,
+)
+from benchmarks.results import Figures, keep_rows, options, run_command
 from examples.bundled_model.dialogues import Shares, dialogues
 from examples.bundled_model.stdlib_text import modules
 from specserve import LLM, SamplingParams
@@ -78,15 +85,8 @@ def rounding(weights: str) -> Iterator[str]:
         yield "fp8"
 
 
-def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
-    """Over all requests together: tokens emitted by steps, divided by steps."""
-    steps = sum(o.speculation.steps for o in outputs)
-    return (sum(o.speculation.accepted for o in outputs) + steps) / steps
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Print and write each as it comes."""
-    rows, figures = load_prompts(), []
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    rows = load_prompts()
     for (algorithm, shape), target, rounded in product(SHAPES, args.quantization, args.weights):
         settings: dict[str, Any] = shape_settings(shape) | {"quantization": target}
         with (
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> None:
                     with drafting(coupled):
                         outputs = run_prompts(llm, rows, temperature=temperature)
                     texts = list(zip(outputs, rows, strict=True))
-                    row = {
+                    yield {
                         **{"algorithm": algorithm, "shape": shape, "target": target, "weights": rounded},
                         **{"temperature": temperature, "coupled": coupled},
                         "accepted share": sum(o.speculation.accepted for o in outputs)
@@ -107,17 +107,6 @@ def measure(args: argparse.Namespace) -> None:
                         "dialogue": tokens_per_step([o for o, r in texts if "messages" in r]),
                         "code": tokens_per_step([o for o, r in texts if "prompt" in r]),
                     }
-                    figures.append(row)
-                    print(line(row), flush=True)
-                    write_results("acceptance", figures, args.output)
-
-
-def line(row: dict[str, Any]) -> str:
-    how = "" if not row["temperature"] else "coupled" if row["coupled"] else "uncoupled"
-    return (
-        f"{row['algorithm']:7} {row['shape']!s:11} {row['target']:4} {row['weights']:4} t={row['temperature']:<4} "
-        f"{how:10}{row['all']:6.2f} {row['dialogue']:9.2f} {row['code']:6.2f}"
-    )
 
 
 def main() -> None:
@@ -136,8 +125,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8", "int4"), default=["none"])
     parser.add_argument("--quantization", nargs="+", choices=("none", *ROUNDED), default=["none"])
-    print(f"{'':53}all  dialogue   code")
-    measure(parser.parse_args())
+    args = parser.parse_args()
+    keep_rows("acceptance", measure(args), args.output)
 
 
 def open_llm(algorithm: str, shape: Shape | None, **settings: Any) -> LLM:
@@ -145,7 +134,7 @@ def open_llm(algorithm: str, shape: Shape | None, **settings: Any) -> LLM:
     return LLM(speculative_algorithm=algorithm, max_running_requests=1, **shape_settings(shape), **settings)
 
 
-PREDICTION_SHAPES: list[tuple[int, int, int] | None] = [None, (5, 1, 6), (8, 1, 9), (5, 4, 16)]
+PREDICTION_SHAPES: list[Shape | None] = [None, (5, 1, 6), (8, 1, 9), (5, 4, 16)]
 PARAMS = SamplingParams(temperature=0, max_tokens=CODE_TOKENS, ignore_eos=True)
 KEYWORDS = {
     *("self", "return", "def", "if", "in", "the", "for", "not"),
@@ -174,43 +163,52 @@ def variants(texts: Sequence[str]) -> dict[str, list[str | None]]:
     }
 
 
+@dataclass
+class Clock:
+    """Seconds of the blocks that it timed: by the clock, and of the processors' work."""
+
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        begin, worked = time.perf_counter(), time.process_time()
+        yield
+        self.seconds += time.perf_counter() - begin
+        self.processor_seconds += time.process_time() - worked
+
+
 def timed(llm: LLM, prompt: str, prediction: str | None, repeats: int) -> tuple[float, float, RequestOutput]:
     """Least seconds of an answer: by the clock, and of the processors' work."""
-    params, found = msgspec.structs.replace(PARAMS, prediction=prediction), []
-    for _ in range(repeats):
-        begin, worked = time.perf_counter(), time.process_time()
-        (output,) = llm.generate(prompt, params)
-        found.append((time.perf_counter() - begin, time.process_time() - worked))
-    return min(wall for wall, _ in found), min(work for _, work in found), output
+    params, clocks = msgspec.structs.replace(PARAMS, prediction=prediction), [Clock() for _ in range(repeats)]
+    for clock in clocks:
+        with clock.running():
+            (output,) = llm.generate(prompt, params)
+    return min(c.seconds for c in clocks), min(c.processor_seconds for c in clocks), output
 
 
-def prediction_measure(prompts: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    figures: list[dict[str, Any]] = []
+def measure_predictions(prompts: Sequence[str], repeats: int) -> Iterator[Figures]:
     with open_llm(NONE, None) as llm:
         texts = [output.text for output in llm.generate(prompts, PARAMS)]
     for shape in PREDICTION_SHAPES:
+        kinds = variants(texts) if shape is not None else {"none": [None] * len(texts)}
+        rows: dict[str, list[tuple[float, float, RequestOutput]]] = {name: [] for name in kinds}
         with open_llm(NONE if shape is None else "EAGLE3", shape) as llm:
-            found: dict[str, list[tuple[float, float, RequestOutput]]] = {}
-            given = variants(texts) if shape is not None else {"none": [None] * len(texts)}
             for index, prompt in enumerate(prompts):
-                for name, predictions in given.items():
-                    found.setdefault(name, []).append(timed(llm, prompt, predictions[index], repeats))
-        for name, rows in found.items():
-            outputs = [output for _, _, output in rows]
+                for name, predictions in kinds.items():
+                    rows[name].append(timed(llm, prompt, predictions[index], repeats))
+        for name, found in rows.items():
+            seconds, worked, outputs = zip(*found, strict=True)
             assert [output.text for output in outputs] == texts, f"{shape}, {name}: another text"
-            figures.append(
-                {
-                    "shape": shape,
-                    "prediction": name,
-                    "tokens_per_step": round(tokens_per_step(outputs), 2),
-                    "predicted": sum(output.speculation.predicted for output in outputs),
-                    "tokens": sum(len(output.token_ids) for output in outputs),
-                    "seconds": round(sum(wall for wall, _, _ in rows), 2),
-                    "processor_seconds": round(sum(work for _, work, _ in rows), 2),
-                }
-            )
-            print(figures[-1], flush=True)
-    return figures
+            yield {
+                "shape": shape,
+                "prediction": name,
+                "tokens_per_step": round(tokens_per_step(outputs), 2),
+                "predicted": sum(output.speculation.predicted for output in outputs),
+                "tokens": sum(len(output.token_ids) for output in outputs),
+                "seconds": round(sum(seconds), 2),
+                "processor_seconds": round(sum(worked), 2),
+            }
 
 
 def prediction() -> None:
@@ -229,7 +227,7 @@ def prediction() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     prompts = [row["prompt"] for row in load_prompts() if "prompt" in row][: args.prompts]
-    print("written to", write_results("prediction", prediction_measure(prompts, args.repeats), args.output))
+    keep_rows("prediction", measure_predictions(prompts, args.repeats), args.output)
 
 
 METHODS: list[tuple[str, Shape | None]] = [
@@ -273,7 +271,7 @@ def workloads(count: int, temperature: float) -> dict[str, Work]:
     with open_llm(NONE, None, cpu_threads=1) as llm:
         tokenizer = llm.tokenizer
         assert tokenizer is not None
-        chats = [tokenizer.encode_chat(row["messages"]) for row in rows if "messages" in row][:count]
+        chats = [encode(tokenizer, row) for row in rows if "messages" in row][:count]
         codes = [row["prompt"] for row in rows if "prompt" in row][:count]
         answers = [output.text for output in llm.generate(codes, params)]
         again = [
@@ -292,14 +290,13 @@ def workloads(count: int, temperature: float) -> dict[str, Work]:
         return dict(zip(WORKLOADS, made, strict=True))
 
 
-def methods_measure(count: int, temperature: float, store: Path) -> list[dict[str, Any]]:
-    """Print each row as it comes. The first is plain decoding, whose texts the others are compared with."""
-    figures: list[dict[str, Any]] = []
+def measure_methods(count: int, temperature: float, store: Path) -> Iterator[Figures]:
+    """The first is plain decoding, whose texts the others are compared with."""
     work = workloads(count, temperature)
     plain: dict[str, list[list[int]]] = {}
     for algorithm, shape in METHODS:
-        row: dict[str, Any] = {"method": algorithm, "shape": shape, "temperature": temperature}
         settings: dict[str, Any] = {"speculative_datastore": str(store)} if algorithm == "REST" else {}
+        figures: dict[str, dict[str, float]] = {}
         outputs: list[RequestOutput] = []
         same = 0
         with (
@@ -308,25 +305,25 @@ def methods_measure(count: int, temperature: float, store: Path) -> list[dict[st
         ):
             llm.generate("The first request.", SamplingParams(max_tokens=16, ignore_eos=True))
             for name, requests in work.items():
-                begin, worked = time.perf_counter(), time.process_time()
-                found = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-                seconds, work_seconds = time.perf_counter() - begin, time.process_time() - worked
+                clock = Clock()
+                with clock.running():
+                    found = llm.generate(
+                        [prompt for prompt, _ in requests], [params for _, params in requests]
+                    )
                 texts = [output.token_ids for output in found]
                 same += sum(map(list.__eq__, texts, plain.setdefault(name, texts)))
                 tokens = sum(map(len, texts))
-                row[name] = {
+                figures[name] = {
                     "tokens_per_step": round(tokens_per_step(found), 3),
-                    "tokens_per_second": round(tokens / seconds, 1),
-                    "tokens_per_processor_second": round(tokens / work_seconds, 1),
+                    "tokens_per_second": round(tokens / clock.seconds, 1),
+                    "tokens_per_processor_second": round(tokens / clock.processor_seconds, 1),
                 }
                 outputs += found
-        row |= {"all": round(tokens_per_step(outputs), 3), "same": same, "texts": len(outputs)}
-        figures.append(row)
-        print(row, flush=True)
-    return figures
+        row = {"method": algorithm, "shape": shape, "temperature": temperature, **figures}
+        yield row | {"all": round(tokens_per_step(outputs), 3), "same": same, "texts": len(outputs)}
 
 
-def table(figures: Sequence[dict[str, Any]]) -> list[str]:
+def table(figures: Sequence[Figures]) -> list[str]:
     """Return the rows of the table in docs/performance.md, without its head."""
     cells: dict[str, list[str]] = {}
     for row in figures:
@@ -339,7 +336,7 @@ def table(figures: Sequence[dict[str, Any]]) -> list[str]:
     return [f"| {name} | {' | '.join(each)} |" for name, each in cells.items()]
 
 
-def comparison(figures: Sequence[dict[str, Any]]) -> str:
+def comparison(figures: Sequence[Figures]) -> str:
     """Return the sentences below the table, of greedy texts: a block drafter's chain next to EAGLE-3's of the same
     length, and the gain from copied text where answers repeat."""
     steps = {
@@ -388,16 +385,13 @@ def methods() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     args = parser.parse_args()
-    figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = make_datastore(Path(folder))
-        for temperature in args.temperatures:
-            figures += methods_measure(args.prompts, temperature, store)
-    path = write_results("methods", figures, args.output)
+        rows = (row for each in args.temperatures for row in measure_methods(args.prompts, each, store))
+        figures = keep_rows("methods", rows, args.output)
     print(*table(figures), "", sep="\n")
     if 0 in args.temperatures:
-        print(comparison(figures), "\n")
-    print("written to", path)
+        print(comparison(figures))
 
 
 if __name__ == "__main__":

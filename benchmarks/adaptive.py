@@ -1,32 +1,28 @@
-"""The controller against fixed shapes and against drafts that are never right; the tuner against exhaustive search."""
+"""The controller against fixed shapes and against drafts that are never right."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import exp, log
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import yaml
-
+import specserve.models.read_config
 import specserve.process.assemble
-from benchmarks.closed_loop import ClosedLoop, Step, endless
-from benchmarks.common import load_options, load_prompts, make_prompts, parse_load
-from benchmarks.results import options, run_command, write_results
+from benchmarks.closed_loop import NONE, ClosedLoop, Step, endless, forced_levels
+from benchmarks.common import load_options, make_prompts, parse_load, random_prompts, used_tokens
+from benchmarks.results import Figures, keep_rows, line, options, run_command
 from specserve import LLM, SamplingParams
-from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
-from specserve.config.speculation import SHAPE
+from specserve.config.paths import BUNDLED_MODEL
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
+from specserve.models.config import ModelConfig
 from specserve.speculation.shape import StepShape
 from specserve.tools.tune.loop import MeteredRunner
 from tests.reference.arctic_lstm import make_arctic_lstm
@@ -193,7 +189,9 @@ def cache_prompts(llm: LLM, policy: ShapePolicy, prompts: list[list[int]]) -> No
 def measure_policies(
     llm: LLM, policies: Mapping[str, ShapePolicy], load: Load, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """This many rounds, in which every policy has its turn that is not far after."""
+    """This many rounds, in which every policy has its turn that is not far after. The controller has one before, to
+    learn what a server that runs has learned."""
+    run_load(llm, policies["adaptive"], load, repeats)
     rows: dict[str, list[Run]] = {name: [] for name in policies}
     for turn in range(repeats):
         best = max((runs[0].rate for runs in rows.values() if runs), default=0.0)
@@ -243,32 +241,16 @@ def still_worth(policies: Mapping[str, ShapePolicy], found: Mapping[str, dict[st
     return [name for name in policies if kept(name)]
 
 
-def policy_line(batch: int, found: Mapping[str, dict[str, Any]], names: Sequence[str]) -> str:
-    """Tokens a second of all, and what the controller is held against."""
-    rates = {name: row["tokens_per_second"] for name, row in found.items()}
-    stepping = {name: row["while_stepping"] for name, row in found.items()}
-    turns = {name: row["runs"] for name, row in found.items()}
-    best, quickest = best_of(found), best_of(found, "while_stepping")
-    chosen = {shape: row["steps"] for shape, row in found["adaptive"]["shapes"].items()}
-    ours, top = rates["adaptive"], list(chosen.items())[:3]
-    return (
-        f"{batch:5} "
-        + " ".join(
-            _cell(rates[name], turns[name] < turns["off"]) if name in rates else f"{'':9}" for name in names
-        )
-        + f" {ours / rates[best]:6.3f} {ours / rates['off']:6.3f}"
-        + f" {stepping['adaptive'] / stepping[quickest]:8.3f} {stepping['adaptive'] / stepping['off']:8.3f}"
-        + f"  best {best}; chose {top}"
-    )
-
-
-def _cell(rate: float, dropped: bool) -> str:
-    return f"{f'{rate:.0f}-' if dropped else f'{rate:.0f}':>9}"
-
-
-def policy_header(policies: Sequence[str]) -> str:
-    columns = f" {'/best':>6} {'/off':>6} {'stepping':>8} {'/off':>8}"
-    return f"{'batch':>5} " + " ".join(f"{name:>9}" for name in policies) + columns
+def row_line(row: Figures) -> str:
+    """The controller against the best of the others, by the clock and by the device time of steps; then each policy."""
+    policies = row["policies"]
+    ratios = {}
+    for figure in ("tokens_per_second", "while_stepping"):
+        ours, best = policies["adaptive"][figure], best_of(policies, figure)
+        ratios |= {f"{figure} / {name}": ours / policies[name][figure] for name in (best, "off")}
+    chosen = {shape: each["steps"] for shape, each in list(policies["adaptive"]["shapes"].items())[:3]}
+    lines = [f"  {name:8} {line(each)}" for name, each in policies.items()]
+    return "\n".join([f"{line(row)}  {line(ratios)}  chose {chosen}", *lines])
 
 
 def main() -> None:
@@ -280,10 +262,10 @@ def main() -> None:
     never right. One engine runs all policies in turns, so that a machine that slows down affects all alike. Fixed
     shapes are forced upon its scheduler; the controller keeps what it learned from one batch size to the next, as
     in a server. All requests are greedy; in 16 bits near-ties make some texts diverge. Each turn continues in the
-    prompts where the last one ended. A fixed shape that is far behind the best in the first turn, marked ``-``,
-    gets no other. Batches are kept full: when a request ends the next begins, with its prompt in the prefix cache.
-    Tokens per second are by the wall clock; they include the time to start a request, but not its first token. The
-    last two columns are by the device time of steps, which is what the controller can influence. Answers have half
+    prompts where the last one ended. A fixed shape that is far behind the best in the first turn gets no other.
+    Batches are kept full: when a request ends the next begins, with its prompt in the prefix cache. Tokens per
+    second are by the wall clock; they include the time to start a request, but not its first token.
+    ``while_stepping`` is by the device time of steps, which is what the controller can influence. Answers have half
     to all of ``--new-tokens``.
     """
     parser = load_options(main.__doc__)
@@ -296,26 +278,87 @@ def main() -> None:
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(*sizes, min(args.max_batch, PROMPTS)))
     fixed = [each for each in STATIC if args.shapes is None or spelled(each) in args.shapes]
-    rows = []
-    with adaptive_llm(args, max(sizes), fixed) as (llm, policies):
-        cache_prompts(llm, policies["off"], prompts)
-        names = list(policies)
-        print(policy_header(names))
-        for size in sizes:
-            load = Load.of(args, prompts, size)
-            # It may learn what a server that runs has learned.
-            run_load(llm, policies["adaptive"], load, args.repeats)
-            found = measure_policies(llm, policies, load, args.repeats)
-            rows.append({"batch": size, "policies": found})
-            print(policy_line(size, found, names), flush=True)
-            written = write_results("adaptive", rows, args.output)  # each time: a run may be cut short
-            policies = {name: policies[name] for name in still_worth(policies, found)}
-    print(written)
+
+    def rows() -> Iterator[Figures]:
+        with adaptive_llm(args, max(sizes), fixed) as (llm, policies):
+            cache_prompts(llm, policies["off"], prompts)
+            for size in sizes:
+                found = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
+                yield {"batch": size, "policies": found}
+                policies = {name: policies[name] for name in still_worth(policies, found)}
+
+    keep_rows("adaptive", rows(), args.output, row_line)
 
 
 def add_requests(parser: argparse.ArgumentParser) -> None:
     text = "of each turn, at least; twice the batch if that is more"
     parser.add_argument("--requests", type=int, default=12, help=text)
+
+
+LONG_SHAPES: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (4, 4, 8))
+ACCEPTANCE = {"natural": NONE, "three": 2}
+"""Draft levels that are accepted by force."""
+
+
+@contextmanager
+def longer_contexts(tokens: int) -> Iterator[None]:
+    """Models take contexts of this many tokens, whatever they were trained for; the text is of no interest."""
+    load = specserve.models.read_config.load_model_config
+
+    def stretched(*paths: Path) -> ModelConfig:
+        config = load(*paths)
+        return replace(config, max_position_embeddings=max(tokens, config.max_position_embeddings))
+
+    with patch.object(specserve.models.read_config, "load_model_config", stretched):
+        yield
+
+
+def run_long(
+    args: argparse.Namespace, sizes: Sequence[int], shapes: Sequence[Speculation]
+) -> Iterator[Figures]:
+    """All batches with both kinds of acceptance."""
+    if args.prompts == "random":
+        prompts = random_prompts(used_tokens(args.model), max(sizes), args.prompt_tokens)
+    else:
+        prompts = make_prompts(args, max(sizes))
+    engine = adaptive_llm(args, max(sizes), shapes, min(sizes), kv_cache_dtype=args.kv_cache_dtype)
+    with (
+        longer_contexts(args.prompt_tokens + args.new_tokens),
+        forced_levels() as force,
+        engine as (llm, policies),
+    ):
+        cache_prompts(llm, policies["off"], prompts)
+        for size, (name, levels) in product(sizes, ACCEPTANCE.items()):
+            force(levels)
+            found = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
+            yield {"batch": size, "acceptance": name, "policies": found}
+
+
+def long_context() -> None:
+    """Long contexts: 64 requests of 8,192 random tokens each, by shape and under the controller.
+
+        python -m benchmarks.adaptive long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64]
+            [--requests 12] [--shapes 3,1,4] [--kv-cache-dtype fp8_e4m3]
+
+    DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches takes most of a step, and its
+    cost does not depend on how many tokens a step gives. Everything is measured twice: with the pair's own
+    acceptance on such contexts, and with three tokens per step (two levels accepted by force, and the bonus token;
+    fewer if a shape has one level or a limit is near). Contexts are prefilled once and stay in the prefix cache;
+    batches are kept full, as without ``long_context``.
+    """
+    parser = load_options(long_context.__doc__)
+    parser.set_defaults(prompts="random", prompt_tokens=8192, repeats=1)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    add_requests(parser)
+    parser.add_argument("--batches", nargs="+", type=int, default=[64])
+    parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, LONG_SHAPES)), help="not set: all")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
+    args = parse_load(parser)
+    shapes = [each for each in LONG_SHAPES if args.shapes is None or spelled(each) in args.shapes]
+    if args.quick:
+        args.batches, args.requests, args.new_tokens, shapes = [2], 4, 10, list(LONG_SHAPES[1:3])
+    sizes = [size for size in args.batches if size <= args.max_batch]
+    keep_rows("long_context", run_long(args, sizes, shapes), args.output, row_line)
 
 
 DRAFTS: dict[str, Callable[[Path], Path] | None] = {
@@ -382,107 +425,5 @@ def never_right() -> None:
             measure(method, args, Path(folder))
 
 
-WORKLOADS = {"code": "prompt", "dialogue": "messages"}
-"""By the field that their prompts have."""
-GRID = {"steps": (1, 3, 5, 7), "topk": (1, 4, 8), "draft_tokens": (8, 16, 32)}
-GOAL = 0.98
-Picked = tuple[int, ...] | None
-
-
-def tune(given: Sequence[str], directory: Path, name: str) -> tuple[list[dict[str, Any]], Picked, float]:
-    """What it measured at each batch size, its pick for all of them, and seconds from the command to its end."""
-    found, output = directory / f"{name}.json", directory / f"{name}.yaml"
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "specserve.tune", *given, "--output", str(output), "--json", str(found)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    settings = yaml.safe_load(output.read_text())
-    picked = tuple(settings[key] for key in SHAPE) if SHAPE[0] in settings else None
-    return json.loads(found.read_text())["batches"], picked, time.perf_counter() - begin
-
-
-def ratios_by_shape(batch: dict[str, Any]) -> dict[Picked, float]:
-    """Time plain decoding, by shape."""
-    return {shape_of(row["shape"]): row["ratio_to_plain"] for row in batch["shapes"]}
-
-
-def shape_of(found: Sequence[int] | None) -> Picked:
-    return None if found is None else tuple(found)
-
-
-def compare(
-    given: Sequence[str], minutes: float, exhaustive_minutes: float, directory: Path
-) -> dict[str, Any]:
-    """One workload: picks, best shapes, and what share of these the picks reach."""
-    tuned, overall, seconds = tune([*given, "--minutes", str(minutes)], directory, "tuned")
-    thorough = [*given, "--minutes", str(exhaustive_minutes), "--exhaustive"]
-    all_, best_overall, _ = tune(thorough, directory, "exhaustive")
-    rows, shares = [], []
-    for ours, theirs in zip(tuned, all_, strict=True):
-        ratios, pick = ratios_by_shape(theirs), shape_of(ours["best"])
-        best = max(ratios, key=lambda shape: ratios[shape])
-        shares.append(ratios[overall] / ratios[best_overall])
-        rows.append(
-            {
-                "batch": ours["batch"],
-                "pick": pick,
-                "best": best,
-                "share": ratios[pick] / ratios[best],
-                "ratios": {
-                    "off" if shape is None else ",".join(map(str, shape)): r for shape, r in ratios.items()
-                },
-            }
-        )
-    share = exp(sum(map(log, shares)) / len(shares))
-    return {"seconds": seconds, "pick": overall, "best": best_overall, "share": share, "batches": rows}
-
-
-def tuner_lines(name: str, found: dict[str, Any]) -> list[str]:
-    rows = [("all", found), *((f"batch {row['batch']}", row) for row in found["batches"])]
-    return [f"{name}, tuner's whole command {found['seconds']:.0f} s"] + [
-        f"  {what:10} pick {row['pick']!s:12} best {row['best']!s:12} share {row['share']:.3f}, goal {GOAL}"
-        for what, row in rows
-    ]
-
-
-def tuner() -> None:
-    """The tuner against exhaustive search, on code and on dialogues: how close its pick comes to the best shape.
-
-        python -m benchmarks.adaptive tuner --model DIR/target --eagle3 DIR/eagle3 [--minutes 2]
-            [--exhaustive-minutes 6] [--batches 1 16] [--workloads code]
-
-    Both run as separate commands, one after the other, over the same shapes. A pick is judged by the exhaustive
-    search's measurement of it: its tokens per second relative to plain decoding in the same lap, against the best
-    of all shapes.
-    """
-    parser = options(tuner.__doc__)
-    parser.add_argument("--model", default=str(BUNDLED_MODEL))
-    parser.add_argument("--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]))
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--exhaustive-minutes", type=float, help="not set: as --minutes")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    for name, values in GRID.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int, default=list(values))
-    args = parser.parse_args()
-    figures = {}
-    for name in args.workloads:
-        field = WORKLOADS[name]
-        with tempfile.TemporaryDirectory() as place:
-            prompts = Path(place) / "prompts.jsonl"
-            prompts.write_text("".join(json.dumps(row) + "\n" for row in load_prompts() if field in row))
-            given = ["--model-path", args.model, "--speculative-algorithm", "EAGLE3"]
-            given += ["--speculative-draft-model-path", args.eagle3, "--prompts", str(prompts)]
-            given += ["--max-running-requests", str(max(args.batches))]
-            for option, values in {
-                "batch_sizes": args.batches,
-                **{name: getattr(args, name) for name in GRID},
-            }.items():
-                given += [f"--{option.replace('_', '-')}", *map(str, values)]
-            figures[name] = compare(given, args.minutes, args.exhaustive_minutes or args.minutes, Path(place))
-        print("\n".join(tuner_lines(name, figures[name])), flush=True)
-        written = write_results("tuner", figures, args.output)
-    print(written)
-
-
 if __name__ == "__main__":
-    run_command(main, never_right, tuner)
+    run_command(main, never_right, long_context)

@@ -1,47 +1,36 @@
-"""The controller under loads that are not uniform: changing, long and mixed."""
+"""The controller under loads that are not uniform: changing and mixed."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
-import specserve.models.read_config
 from benchmarks.adaptive import (
-    Load,
     adaptive_llm,
-    add_requests,
-    cache_prompts,
-    measure_policies,
-    policy_header,
-    policy_line,
-    run_load,
     spelled,
     under,
 )
-from benchmarks.closed_loop import NONE, ClosedLoop, Delivery, Jobs, Step, endless, forced_levels
+from benchmarks.closed_loop import ClosedLoop, Delivery, Jobs, Step, endless
 from benchmarks.common import (
+    drawn,
+    encode,
     load_options,
     load_prompts,
-    make_prompts,
     parse_load,
     random_prompts,
     used_tokens,
 )
-from benchmarks.plots import plot_changing_load
-from benchmarks.results import run_command, write_results
+from benchmarks.results import Figures, line, medians, run_command, show, write_results
 from specserve import LLM, SamplingParams
 from specserve.core import MAX_BIAS
 from specserve.core import Speculation as RequestSpeculation
 from specserve.engine.shapes import ShapePolicy, Speculation
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.models.config import ModelConfig
 
 STAGES = (1, 8, 32, 128, 32, 8, 1)
 FIXED = (3, 1, 4)
@@ -58,9 +47,11 @@ KINDS = tuple(SAMPLING)
 def prompts_by_kind(args: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Held-out code and dialogues, and random ids of the range that these use."""
     tokenizer, rows = Tokenizer.load(args.model), load_prompts()
-    code = [tokenizer.encode(row["prompt"]) for row in rows if "prompt" in row]
-    dialogue = [tokenizer.encode_chat(row["messages"]) for row in rows if "messages" in row]
-    return {"code": code, "dialogue": dialogue, "random": random_prompts(used_tokens(args.model), 50, 64)}
+    return {
+        "code": [encode(tokenizer, row) for row in rows if "prompt" in row],
+        "dialogue": [encode(tokenizer, row) for row in rows if "messages" in row],
+        "random": random_prompts(used_tokens(args.model), 50, 64),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +129,15 @@ def measure(
     return found
 
 
-def stage_lines(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Tokens a second of each stage, ratios to plain decoding, what the controller chose."""
-    names = list(found)
-    yield f"{'requests':>8} {'text':9}" + "".join(f"{name:>10}" for name in names) + f"{'/off':>7}  chose"
-    for index, row in enumerate(found["adaptive"]["rounds"][-1]):
+def stage_rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Figures]:
+    """Tokens a second of each stage by policy, and what the controller chose in its last round."""
+    for index, last in enumerate(found["adaptive"]["rounds"][-1]):
         rates = {
             name: median(rows[index]["tokens_per_second"] for rows in each["rounds"])
             for name, each in found.items()
         }
-        ratio = rates["adaptive"] / rates["off"] if rates["off"] else float("nan")
-        top = ", ".join(f"{shape} x{times}" for shape, times in list(row["shapes"].items())[:3])
-        line = "".join(f"{rate:10.0f}" for rate in rates.values())
-        yield f"{row['requests']:8} {row['kind']:9}{line}{ratio:7.2f}  {top}"
+        chosen = ", ".join(f"{shape} x{times}" for shape, times in list(last["shapes"].items())[:3])
+        yield {"requests": last["requests"], "kind": last["kind"], **rates, "chosen": chosen}
 
 
 def warm_up(
@@ -163,6 +150,71 @@ def warm_up(
             jobs = {"code": endless(prompts, 16, temperature=0.0)}
             with ClosedLoop(llm.engine, policy, jobs) as loop:
                 loop.run({"code": most}, seconds)
+
+
+KIND_COLORS = {"code": "tab:blue", "dialogue": "tab:green", "random": "tab:red"}
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Over time: requests, the controller's shapes, accepted length and tokens a second, its and plain decoding's.
+    After them the stages, a colour a kind of text, the darker the more requests."""
+    ours, off = figures["policies"]["adaptive"], figures["policies"]["off"]
+    heights = {"height_ratios": [1, 2, 1, 2]}
+    with drawn(path, 4, figsize=(12, 10), sharex=True, gridspec_kw=heights) as (_, axes):
+        for axis in axes:
+            _stage_bands(axis, ours["rounds"][-1])
+            axis.grid(alpha=0.3)
+        axes[0].set_yscale("log", base=2)
+        axes[0].yaxis.set_major_formatter("{x:.0f}")
+        axes[0].set_xlim(0, ours["rounds"][-1][-1]["end"])
+        _line(axes[0], ours["windows"], "running", "C0", None)
+        _shape_marks(axes[1], ours["windows"])
+        _line(axes[2], ours["windows"], "accepted_length", "C0", None)
+        axes[3].set_yscale("log")
+        _line(axes[3], ours["windows"], "tokens_per_second", "C0", "adaptive")
+        _line(axes[3], off["windows"], "tokens_per_second", "black", "off")
+        names = ("requests", "shape: levels,\nbranching,nodes a slot", "accepted\nlength", "tokens a second")
+        for axis, name in zip(axes, names, strict=True):
+            axis.set_ylabel(name)
+        handles = [axes[0].axvspan(0, 0, color=color, alpha=0.3) for color in KIND_COLORS.values()]
+        axes[0].legend(handles, list(KIND_COLORS), loc="upper right")
+        axes[3].legend(loc="upper right")
+        axes[3].set_xlabel("seconds")
+
+
+def _stage_bands(axes: Any, stages: Sequence[Figures]) -> None:
+    most = max(stage["requests"] for stage in stages)
+    for stage in stages:
+        alpha = 0.05 + 0.25 * stage["requests"].bit_length() / most.bit_length()
+        axes.axvspan(stage["begin"], stage["end"], color=KIND_COLORS[stage["kind"]], alpha=alpha, linewidth=0)
+
+
+def _line(axes: Any, windows: Sequence[Figures], name: str, color: str, label: str | None) -> None:
+    rows = [row for row in windows if row[name]]
+    middles = [(row["begin"] + row["end"]) / 2 for row in rows]
+    axes.plot(middles, [row[name] for row in rows], color=color, linewidth=1, label=label)
+
+
+def _shape_marks(axes: Any, windows: Sequence[Figures]) -> None:
+    """A mark for each shape of a window, the larger the more of its steps had it."""
+    names = sorted({name for row in windows for name in row["shapes"]}, key=_shape_order)
+    marks = [
+        ((row["begin"] + row["end"]) / 2, names.index(name), 24 * times / sum(row["shapes"].values()))
+        for row in windows
+        for name, times in row["shapes"].items()
+    ]
+    if marks:
+        times, rows, sizes = zip(*marks, strict=True)
+        axes.scatter(times, rows, s=sizes, marker="s", color="black")
+    axes.set_yticks(range(len(names)), names)
+
+
+def _shape_order(name: str) -> tuple[float, ...]:
+    """Plain decoding first, then by branching, levels and nodes."""
+    if name == "off":
+        return ()
+    levels, branching, nodes = map(float, name.split(","))
+    return branching, levels, nodes
 
 
 def main() -> None:
@@ -191,12 +243,11 @@ def main() -> None:
     with adaptive_llm(args, most, fixed=[(steps, topk, tokens)]) as (llm, policies):
         warm_up(llm, policies, prompts["code"], most, min(args.seconds, 0.5))
         found = measure(llm, policies, prompts, args)
-    for line in stage_lines(found):
-        print(line, flush=True)
+    print(*map(line, stage_rows(found)), sep="\n")
     figures = {"fixed": spelled((steps, topk, tokens)), "policies": found}
     print(write_results("changing_load", figures, args.output))
     if args.plot:
-        plot_changing_load(figures, args.plot)
+        plot(figures, args.plot)
         print(args.plot)
 
 
@@ -212,7 +263,6 @@ SHARED: tuple[Speculation, ...] = (
 )
 """Chains of one level more than they have nodes would be uniform."""
 QUICK_UNIFORM, QUICK_SHARED = ((3, 1, 4), (4, 2, 4)), ((6, 1, 3), (4, 2, 4))
-GOAL = 1.12
 OUTSIDE = 6.0
 
 
@@ -286,48 +336,36 @@ def mixed_cases(
     return found | {"adaptive": ("adaptive", None)}
 
 
-def mixed_batch_measure(
+def measure_mixed(
     llm: LLM,
     policies: Mapping[str, ShapePolicy],
-    named: Mapping[str, tuple[str, int | None]],
+    cases: Mapping[str, tuple[str, int | None]],
     halves: Halves,
     args: argparse.Namespace,
 ) -> dict[str, dict[str, float]]:
     """Medians over rounds in which every case has its turn."""
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in named}
-    for _ in range(args.repeats):
-        for name, (policy, cap) in named.items():
-            rows[name].append(run_mixed(llm, policies[policy], halves, cap, args))
-    return {
-        name: {key: median(row[key] for row in found) for key in found[0]} for name, found in rows.items()
-    }
+    rounds = [
+        {name: run_mixed(llm, policies[policy], halves, cap, args) for name, (policy, cap) in cases.items()}
+        for _ in range(args.repeats)
+    ]
+    return {name: medians([each[name] for each in rounds]) for name in cases}
 
 
-def best(found: Mapping[str, Mapping[str, float]], kind: str) -> str:
-    """The fastest of those whose names begin so."""
-    return max((name for name in found if name.startswith(kind)), key=lambda n: found[n]["tokens_per_second"])
-
-
-def report_mixed(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Print all rows and return what they come to."""
-    print(f"{'':16} {'tok/s':>8} {'ms/step':>8} {'easy':>6} {'hopeless':>8} {'drafted':>7}")
-    for name, row in found.items():
-        print(
-            f"{name:16} {row['tokens_per_second']:8.0f} {row['ms_per_step']:8.2f} {row['easy']:6.2f} "
-            f"{row['hopeless']:8.2f} {row['drafted']:7.2f}"
-        )
-    names = {"uniform": best(found, "uniform"), "shared": best(found, "shared")}
+def compare_mixed(found: Mapping[str, Mapping[str, float]]) -> Figures:
+    """The fastest case of either kind, and ratios of tokens a second."""
     rates = {name: row["tokens_per_second"] for name, row in found.items()}
-    uniform, shared, ours = rates[names["uniform"]], rates[names["shared"]], rates["adaptive"]
+    best = {
+        kind: max((name for name in found if name.startswith(kind)), key=rates.__getitem__)
+        for kind in ("uniform", "shared")
+    }
+    uniform, shared, ours = rates[best["uniform"]], rates[best["shared"]], rates["adaptive"]
     ratios = {
         "shared_to_uniform": shared / uniform,
         "adaptive_to_uniform": ours / uniform,
         "adaptive_to_shared": ours / shared,
         "adaptive_to_off": ours / rates["off"],
     }
-    print(f"best: {names['uniform']}, {names['shared']}; shared / uniform wanted {GOAL}")
-    print(", ".join(f"{name.replace('_to_', ' / ')} {value:.3f}" for name, value in ratios.items()))
-    return {"best": names, "ratios": ratios}
+    return {"best": best, "ratios": ratios}
 
 
 def mixed_batch() -> None:
@@ -361,103 +399,11 @@ def mixed_batch() -> None:
         deepest = spelled(max(uniform, key=lambda each: (each[1] == 1, each[0])))
         halves, lengths = make_halves(llm, policies[deepest], args)
         print(f"easy dialogues give {min(lengths)} to {max(lengths)} tokens a step of {deepest}")
-        rows = mixed_batch_measure(llm, policies, named, halves, args)
-    summary = report_mixed(rows)
-    print(write_results("mixed_batch", {"cases": rows, **summary, "easy_lengths": lengths}, args.output))
-
-
-BATCHES = (64,)
-SHAPES: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (4, 4, 8))
-ACCEPTANCE = {"natural": NONE, "three": 2}
-"""Draft levels that are accepted by force."""
-LONG_CONTEXT_GOAL = 1.5  # times plain decoding, where steps give three tokens
-
-
-@contextmanager
-def longer_contexts(tokens: int) -> Iterator[None]:
-    """Models take contexts of this many tokens, whatever they were trained for; the text is of no interest."""
-    load = specserve.models.read_config.load_model_config
-
-    def stretched(*paths: Path) -> ModelConfig:
-        config = load(*paths)
-        return replace(config, max_position_embeddings=max(tokens, config.max_position_embeddings))
-
-    with patch.object(specserve.models.read_config, "load_model_config", stretched):
-        yield
-
-
-def run_long(
-    args: argparse.Namespace, sizes: list[int], shapes: Sequence[Speculation]
-) -> list[dict[str, Any]]:
-    """All batches with both kinds of acceptance, each printed as it comes."""
-    if args.prompts == "random":
-        prompts = random_prompts(used_tokens(args.model), max(sizes), args.prompt_tokens)
-    else:
-        prompts = make_prompts(args, max(sizes))
-    rows = []
-    with (
-        longer_contexts(args.prompt_tokens + args.new_tokens),
-        forced_levels() as force,
-        adaptive_llm(args, max(sizes), shapes, min(sizes), kv_cache_dtype=args.kv_cache_dtype) as (
-            llm,
-            policies,
-        ),
-    ):
-        cache_prompts(llm, policies["off"], prompts)
-        print(f"{'':8}" + policy_header(list(policies)))
-        for size in sizes:
-            for name, levels in ACCEPTANCE.items():
-                force(levels)
-                load = Load.of(args, prompts, size)
-                run_load(llm, policies["adaptive"], load)
-                found = measure_policies(llm, policies, load, args.repeats)
-                rows.append({"batch": size, "acceptance": name, "policies": found})
-                print(f"{name:8}" + policy_line(size, found, list(policies)), flush=True)
-                print(f"{'':13}" + "".join(f" {row['accepted_length']:9.2f}" for row in found.values()))
-    return rows
-
-
-def ratio_to_off(row: dict[str, Any], name: str) -> float:
-    """Tokens a second against those of plain decoding."""
-    policies = row["policies"]
-    found: float = policies[name]["tokens_per_second"] / policies["off"]["tokens_per_second"]
-    return found
-
-
-def long_context() -> None:
-    """Long contexts: 64 requests of 8,192 random tokens each, by shape and under the controller.
-
-        python -m benchmarks.changing_load long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64]
-            [--requests 12] [--shapes 3,1,4] [--kv-cache-dtype fp8_e4m3]
-
-    DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches takes most of a step, and its
-    cost does not depend on how many tokens a step gives. Everything is measured twice: with the pair's own
-    acceptance on such contexts, and with three tokens per step (two levels accepted by force, and the bonus token;
-    fewer if a shape has one level or a limit is near). Contexts are prefilled once and stay in the prefix cache;
-    batches are kept full, as in ``benchmarks.adaptive``.
-    """
-    parser = load_options(long_context.__doc__)
-    parser.set_defaults(prompts="random", prompt_tokens=8192, repeats=1)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    add_requests(parser)
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, SHAPES)), help="not set: all")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
-    args = parse_load(parser)
-    shapes: Sequence[Speculation] = [
-        each for each in SHAPES if args.shapes is None or spelled(each) in args.shapes
-    ]
-    if args.quick:
-        args.batches, args.requests, args.new_tokens, shapes = [2], 4, 10, SHAPES[1:3]
-    sizes = [size for size in args.batches if size <= args.max_batch]
-    rows = run_long(args, sizes, shapes)
-    for row in rows:
-        if row["acceptance"] == "three":
-            print(
-                f"batch {row['batch']}: adaptive / off {ratio_to_off(row, 'adaptive'):.2f}, wanted {LONG_CONTEXT_GOAL}"
-            )
-    print(write_results("long_context", rows, args.output))
+        figures = {"cases": measure_mixed(llm, policies, named, halves, args), "easy_lengths": lengths}
+    figures |= compare_mixed(figures["cases"])
+    show(figures)
+    print(write_results("mixed_batch", figures, args.output))
 
 
 if __name__ == "__main__":
-    run_command(main, mixed_batch, long_context)
+    run_command(main, mixed_batch)

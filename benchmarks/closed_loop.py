@@ -19,22 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from specserve_kernels import Accepted, Pool, Slots, Tree, accept_path
+from specserve_kernels import Accepted, Slots, Tree, accept_path
 from torch import Tensor
 
 from specserve import SamplingParams
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, Submit, Tokens
-from specserve.methods import METHOD_NAMES, METHODS, DraftSettings, Method, register
-from specserve.models.llama import LlamaModel
-from specserve.speculation import step
-from specserve.speculation.context import Context, View
 from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
-from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
-from tests.toys.drafter import CopyDrafter
 
 if TYPE_CHECKING:
     from specserve.scheduler.scheduler import Scheduler
@@ -235,44 +229,3 @@ def forced_levels() -> Iterator[Callable[[int], None]]:
 
     with patch("specserve.speculation.step.accept_path", patched):
         yield say
-
-
-class FreeDrafter(CopyDrafter):
-    """Proposes the root again, whatever the text."""
-
-    name = "FREE"
-
-    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        token_BS = view.slots.root_B.long()[:, None].expand(-1, shape.levels)
-        score_BS = torch.full_like(token_BS, -1.0, dtype=context.state.sampling.temperature.dtype)
-        return Pool.of_text(token_BS, score_BS)
-
-
-def load_free(_: DraftSettings, target: LlamaModel) -> FreeDrafter:
-    return FreeDrafter(target.config.vocab_size)
-
-
-@contextmanager
-def free_offered() -> Iterator[None]:
-    """``FREE`` is a method."""
-    method = Method("FREE", load_free, copies="all")
-    register(method)
-    try:
-        yield
-    finally:
-        METHOD_NAMES.remove(method.name)
-        del METHODS[method.name]
-
-
-@contextmanager
-def none_accepted() -> Iterator[None]:
-    """Engines built inside, their captured steps included, accept no draft, at the cost of two small launches a
-    step."""
-
-    def patched(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
-        if tree.levels:
-            tree = replace(tree, token_T=tree.token_T.masked_fill(tree.local_T > 0, -1))
-        return accept_path(tree, chosen_T, slots)
-
-    with patch.object(step, "accept_path", patched):
-        yield

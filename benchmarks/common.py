@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 
 import specserve.process.assemble
-from benchmarks.floors import Shape
 from benchmarks.results import options
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
+from specserve.config.speculation import SHAPE
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
@@ -29,6 +29,10 @@ PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"
 CODE_TOKENS = 128  # a code prompt has no natural end
 SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
 LONGEST = 16384  # positions: ``long_context`` goes past what the target was made for
+ADAPTIVE: Literal["adaptive"] = "adaptive"
+Shape = tuple[int, int, int]  # steps, topk, verified tokens
+Drafting = Shape | Literal["adaptive"] | None
+"""A fixed shape, the controller's choice, or plain decoding."""
 
 
 def load_prompts() -> list[dict[str, Any]]:
@@ -36,29 +40,32 @@ def load_prompts() -> list[dict[str, Any]]:
     return [json.loads(line) for line in PROMPTS.read_text().splitlines()]
 
 
+def encode(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
+    """The prompt's token ids."""
+    return tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])
+
+
+def read_prompts(path: Path, model: str | Path) -> list[list[int]]:
+    """Token ids of a file of such lines."""
+    tokenizer = Tokenizer.load(str(model))
+    return [encode(tokenizer, json.loads(line)) for line in path.read_text().splitlines() if line]
+
+
 def run_prompts(llm: LLM, rows: Sequence[dict[str, Any]], **params: Any) -> list[RequestOutput]:
     """Dialogues to their natural end, code for ``CODE_TOKENS`` tokens; all in one call, seeded by position."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    prompts = [
-        tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])
-        for row in rows
-    ]
     each = [
         SamplingParams(seed=index, max_tokens=512 if "messages" in row else CODE_TOKENS, **params)
         for index, row in enumerate(rows)
     ]
-    return llm.generate(prompts, each)
+    return llm.generate([encode(tokenizer, row) for row in rows], each)
 
 
 def heldout_prompts(model_path: str | Path, count: int, length: int) -> list[list[int]]:
     """Prompts of exactly ``length`` tokens, each another one: the end of joined held-out prompts, so that the answer
     continues the last of them."""
-    tokenizer = Tokenizer.load(str(model_path))
-    rows = [
-        tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])
-        for row in load_prompts()
-    ]
+    rows = read_prompts(PROMPTS, model_path)
 
     def prompt(index: int) -> list[int]:
         ids: list[int] = []
@@ -134,18 +141,30 @@ def parse_shape(text: str) -> Shape | None:
     return steps, topk, tokens
 
 
-def shape_settings(shape: Shape | None) -> dict[str, Any]:
-    """The flags of a shape, none for plain decoding."""
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    return dict(zip(names, shape, strict=True)) if shape else {}
+def parse_drafting(text: str) -> Drafting:
+    """As ``parse_shape``, or ``adaptive``."""
+    return ADAPTIVE if text == ADAPTIVE else parse_shape(text)
+
+
+def shape_settings(drafting: Drafting) -> dict[str, Any]:
+    """The flags of a shape or of the controller, none for plain decoding."""
+    if drafting == ADAPTIVE:
+        return {"speculative_adaptive": True}
+    return dict(zip(SHAPE, drafting, strict=True)) if drafting else {}
+
+
+def eagle3_settings(drafting: Drafting, draft: str | Path) -> dict[str, Any]:
+    """The flags of EAGLE-3 with this draft, none for plain decoding."""
+    if drafting is None:
+        return {}
+    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    return head | shape_settings(drafting)
 
 
 def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
     """Without prefix cache and tokenizer; ``shape`` is of EAGLE-3, None is plain decoding."""
-    settings: dict[str, Any] = {}
-    if shape is not None:
-        settings = shape_settings(shape)
-        settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
+    settings = eagle3_settings(shape, args.eagle3)
+    if settings:
         settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
     return LLM(
         args.model,
@@ -156,6 +175,12 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
         max_running_requests=batch,
         **settings,
     )
+
+
+def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
+    """Over all requests together: tokens emitted by steps, bonus included, divided by steps."""
+    usage = [output.speculation for output in outputs]
+    return 1 + sum(each.accepted for each in usage) / max(sum(each.steps for each in usage), 1)
 
 
 @contextmanager
@@ -177,6 +202,21 @@ def weights_kept() -> Iterator[None]:
         patch.object(assemble, "pack_linears", lambda target: None),
     ):
         yield
+
+
+@contextmanager
+def drawn(path: Path, rows: int, **subplots: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure with ``rows`` axes one above the other, written to ``path`` when the block ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, 1, **subplots)
+    yield figure, axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def generate_timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[RequestOutput]]:

@@ -17,7 +17,7 @@ import jsonschema
 import llguidance
 import numpy as np
 
-from benchmarks.common import shape_settings
+from benchmarks.common import shape_settings, tokens_per_step
 from benchmarks.configurations import SPECULATION
 from benchmarks.lossless import first_difference
 from benchmarks.results import options, run_command, write_results
@@ -276,9 +276,8 @@ def run(
         for i in different:
             place = first_difference(found[i].token_ids, expected[i])
             show(f"  {labels[i]}, request {i}: token {place} differs")
-        steps = sum(each.speculation.steps for each in found)
-        accepted = 1 + sum(each.speculation.accepted for each in found) / max(steps, 1)
-        rows.append(Row(speculation, texts, texts - len(different), accepted, time.perf_counter() - begin))
+        identical, seconds = texts - len(different), time.perf_counter() - begin
+        rows.append(Row(speculation, texts, identical, tokens_per_step(found), seconds))
         show(f"{rows[-1]}")
     return Report(rows, dict(ended), dict(Counter(labels)), invalid)
 

@@ -23,10 +23,17 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.acceptance import tokens_per_step
-from benchmarks.common import load_options, make_prompts, open_llm, parse_load, shape_settings, weights_kept
+from benchmarks.common import (
+    load_options,
+    make_prompts,
+    open_llm,
+    parse_load,
+    shape_settings,
+    tokens_per_step,
+    weights_kept,
+)
 from benchmarks.constrained import PERSON, WEATHER
-from benchmarks.results import options, run_command, write_results
+from benchmarks.results import Figures, keep_rows, line, medians, options, run_command
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.constraints.masks import Masks
@@ -49,6 +56,7 @@ BOUNDED = {
     "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
     "city": {"type": "string", "pattern": "^[A-Z][a-z ]{1,30}$"},
 }
+SCHEMAS: dict[str, dict[str, Any]] = {"plain": PLAIN, "bounded": BOUNDED}
 ANSWER = '{"name": "Ada Lovelace", "age": 36, "tags": ["red", "blue"], "city": "London by the river"}'
 END = 1
 
@@ -154,22 +162,20 @@ def mask_time() -> None:
     args = parser.parse_args()
     # One thread's time is that of the processor, which other programs disturb less.
     clock = process_time if args.threads == 1 else perf_counter
-    figures = []
+
+    def rows() -> Iterator[Figures]:
+        for name, properties in SCHEMAS.items():
+            for batch in BATCHES:
+                yield {"schema": name, "batch": batch, **measure(grammars, tokens, properties, batch, clock)}
+
     with tempfile.TemporaryDirectory() as folder:
         path = tokenizer_of(args.vocabulary, Path(folder))
         tokens = Tokenizer.from_file(str(path)).encode(ANSWER, add_special_tokens=False).ids
         grammars = Grammars(path, args.vocabulary, [END], args.threads)
-        for name, properties in (("plain", PLAIN), ("bounded", BOUNDED)):
-            for batch in BATCHES:
-                figures.append(
-                    {"schema": name, "batch": batch, **measure(grammars, tokens, properties, batch, clock)}
-                )
-                print(figures[-1], flush=True)
-    print("written to", write_results("mask_time", {"threads": args.threads, "rows": figures}, args.output))
+        keep_rows("mask_time", rows(), args.output)
 
 
 SHAPES = {"off": None, "3,1,4": (3, 1, 4)}
-SCHEMAS: dict[str, dict[str, Any]] = {"plain": PLAIN, "bounded": BOUNDED}
 SPARE = 256  # ids of Llama-3.1 that are not text
 WAITED_US = 20.0
 Event = Any  # None on a CPU
@@ -273,9 +279,7 @@ def run(llm: LLM, prompts: list[list[int]], grammar: str | None, tokens: int) ->
     )
 
 
-def constrained_speed_measure(
-    llm: LLM, prompts: list[list[int]], args: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
+def by_schema(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Free and by each schema, by turns; a first run captures graphs and is not counted."""
     kinds: dict[str, str | None] = {"free": None} | {name: endless(SCHEMAS[name]) for name in args.schemas}
     once: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
@@ -288,9 +292,7 @@ def constrained_speed_measure(
             rate = len(prompts) * (args.new_tokens - 1) / (whole - first)
             times = {"ms_per_step": (whole - first) / steps * 1e3, "tokens_per_second": rate}
             once[name].append({**times, "steps": steps, "eager_steps": eager})
-    found: dict[str, dict[str, Any]] = {
-        name: {key: median(row[key] for row in rows) for key in rows[0]} for name, rows in once.items()
-    }
+    found: dict[str, dict[str, Any]] = {name: {**medians(rows)} for name, rows in once.items()}
     free = found["free"]
     for name in args.schemas:
         watch, own = Watch(), found[name]
@@ -302,9 +304,10 @@ def constrained_speed_measure(
     return found
 
 
-def line(shape: str, batch: int, kind: str, found: dict[str, Any]) -> str:
-    figures = ", ".join(f"{name} {value:.3g}" for name, value in found.items() if value is not None)
-    return f"{shape:6} batch {batch:3} {kind:8} {figures}"
+def row_line(row: Figures) -> str:
+    """Free text and each schema on a line."""
+    kinds = {name: figures for name, figures in row.items() if isinstance(figures, dict)}
+    return "\n".join(f"{line(row)}  {name:8} {line(figures)}" for name, figures in kinds.items())
 
 
 def main() -> None:
@@ -316,8 +319,7 @@ def main() -> None:
     DIR is the output of ``python -m benchmarks.cost_faithful --random``; the target gets a vocabulary of 128,000
     tokens. No answer gets to the end of its schema, so all have the same length. Two ratios to free text are given,
     ``tokens_ratio`` and ``step_ratio`` (free milliseconds a step by constrained ones), because drafts of JSON are
-    accepted at another rate than those of free text. ``goal`` is meant for the first with random weights, and for
-    the second with the trained pair.
+    accepted at another rate than those of free text.
 
     A further run, which is not timed, looks at the host: ``mask_us_a_node`` includes the constraints' copies.
     ``waited`` is the share of steps in which the device was through with the target before the masks were there,
@@ -333,17 +335,17 @@ def main() -> None:
     parser.add_argument("--schemas", nargs="+", choices=SCHEMAS, default=list(SCHEMAS))
     args = parse_load(parser)
     sizes = [size for size in args.batches if size <= args.max_batch]
-    prompts, rows = make_prompts(args, max(sizes)), list[dict[str, Any]]()
-    with tempfile.TemporaryDirectory() as folder, weights_kept():
-        args.model = with_vocabulary(Path(args.model), Path(folder))
+    prompts = make_prompts(args, max(sizes))
+
+    def rows() -> Iterator[Figures]:
         for shape in args.shapes:
             with open_llm(args, SHAPES[shape], max(sizes)) as llm:
                 for size in sizes:
-                    found = constrained_speed_measure(llm, prompts[:size], args)
-                    rows.append({"shape": SHAPES[shape], "batch": size, "goal": 0.95, **found})
-                    path = write_results("constrained_speed", rows, args.output)
-                    print(*(line(shape, size, *each) for each in found.items()), sep="\n", flush=True)
-    print(path)
+                    yield {"shape": SHAPES[shape], "batch": size, **by_schema(llm, prompts[:size], args)}
+
+    with tempfile.TemporaryDirectory() as folder, weights_kept():
+        args.model = with_vocabulary(Path(args.model), Path(folder))
+        keep_rows("constrained_speed", rows(), args.output, row_line)
 
 
 _NAME = {"type": "string", "maxLength": 12}
@@ -372,7 +374,7 @@ DUE_TEXT_SHAPES: list[tuple[str, tuple[int, int, int]]] = [
 ]
 
 
-def due_text_measure(count: int) -> list[dict[str, Any]]:
+def measure_due_text(count: int) -> Iterator[Figures]:
     grammars = [json_schema(schema) for schema in (PERSON, WEATHER, BOOK)]
     prompts = [f"User: Tell me about number {index} as JSON.\nAssistant: " for index in range(count)]
     free = [
@@ -383,10 +385,9 @@ def due_text_measure(count: int) -> list[dict[str, Any]]:
         for index, each in enumerate(free)
     ]
     nothing = patch.object(Masks, "forced", lambda *_: [])
-    figures: list[dict[str, Any]] = []
     expected: dict[str, list[list[int]]] = {}
     for algorithm, shape in DUE_TEXT_SHAPES:
-        row: dict[str, Any] = {"algorithm": algorithm, "shape": shape}
+        row: Figures = {"algorithm": algorithm, "shape": shape}
         with LLM(speculative_algorithm=algorithm, max_running_requests=8, **shape_settings(shape)) as llm:
             for name, params, drafts in (
                 ("free", free, nullcontext()), ("json", held, nothing), ("json, due text drafted", held, nullcontext())
@@ -397,9 +398,7 @@ def due_text_measure(count: int) -> list[dict[str, Any]]:
                 kind = name.partition(",")[0]
                 assert expected.setdefault(kind, texts) == texts, f"{algorithm}, {name}: another text"
                 row[name] = round(tokens_per_step(outputs), 2)
-        figures.append(row)
-        print(row, flush=True)
-    return figures
+        yield row
 
 
 def due_text() -> None:
@@ -414,7 +413,7 @@ def due_text() -> None:
     parser = options(due_text.__doc__)
     parser.add_argument("--texts", type=int, default=48)
     args = parser.parse_args()
-    print("written to", write_results("due_text", due_text_measure(args.texts), args.output))
+    keep_rows("due_text", measure_due_text(args.texts), args.output)
 
 
 if __name__ == "__main__":

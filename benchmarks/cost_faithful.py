@@ -324,7 +324,7 @@ def wide_target_config(small: ModelConfig, shape: Sizes, dtype: torch.dtype) -> 
     wide = dataclasses.replace(
         small,
         vocab_size=shape.vocab,
-        layers=(shape.layer(small.layers[0]),) * shape.layers,
+        layers=(shape.layer(small.draft_layer),) * shape.layers,
         tie_word_embeddings=False,
     )
     return target_config(wide, dtype)
@@ -389,7 +389,7 @@ class Maker:
 
     def target(self, output: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> None:
         config = load_model_config(self.small.target)
-        wide = self._embedding(config.layers[0], self.small.target)
+        wide = self._embedding(config.draft_layer, self.small.target)
         order, _ = layer_order(config.num_layers, self._taps(), self.shape.layers)
         tensors = change(target_tensors(wide, TensorFiles(self.small.target), order))
         write(tensors, wide_target_config(config, self.shape, self.dtype), output)

@@ -3,15 +3,15 @@
     python -m benchmarks.drafters --pair DIR [--only off DSPARK NGRAM] [--controller] [--quick]
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``; what is missing of DIR/random is made, with drafts
-of published sizes. 512 random tokens in, 256 out, greedy, ignoring end tokens. Shapes are fixed
-and no draft is accepted, so batches stay full; what drafts gain is not measured here. At batch 1 the median of
-``--repeats`` runs, else one run. The target is loaded once, and kernels are compiled before, on all cores.
+of published sizes. 512 random tokens in, 256 out, greedy, ignoring end tokens. Shapes are fixed and no draft is
+accepted, so batches stay full; what drafts gain is not measured here. At batch 1 the median of ``--repeats`` runs, else
+one run. The target is loaded once, and kernels are compiled before, on all cores.
 
-``/ off``: to plain decoding of this batch. ``/ free``: to ``FREE``, the same step with drafts that cost nothing: seven
-constants drafted and eight tokens verified. ``/ floor``, of ``STANDALONE`` on an H200: to reading at 4.23 TB/s the
-target's weights once and the draft's once a level (quantized draft layers in 8 bits). ``--controller`` leaves the shape
-to the controller, which has to find that drafts never help: ``/ off`` is then what it loses. A row is written as soon
-as it is measured, so that a run that is cut keeps its rows.
+``ratio_to_off``: to plain decoding of this batch. ``ratio_to_free``: to ``FREE``, the same step with drafts that cost
+nothing: seven constants drafted and eight tokens verified. ``ratio_to_floor``, of ``STANDALONE`` on an H200: to reading
+at 4.23 TB/s the target's weights once and the draft's once a level (quantized draft layers in 8 bits). ``--controller``
+leaves the shape to the controller, which has to find that drafts never help: ``ratio_to_off`` is then what it loses. A
+row is written as soon as it is measured, so that a run that is cut keeps its rows.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from specserve_kernels import Accepted, Pool, Slots, Tree, accept_path
+from torch import Tensor, nn
 
-from benchmarks.closed_loop import free_offered, none_accepted
-from benchmarks.common import SPARE_POSITIONS, parse_load, random_prompts, shape_settings, weights_kept
+from benchmarks.common import SPARE_POSITIONS, Shape, parse_load, random_prompts, shape_settings, weights_kept
 from benchmarks.cost_faithful import RANDOM, SHAPES, Family, Maker, Named, Sizes, scramble, write
-from benchmarks.floors import READ_BYTES_PER_S, Shape, applies
-from benchmarks.results import options, write_results
+from benchmarks.floors import READ_BYTES_PER_S, applies
+from benchmarks.results import Figures, keep_rows, options
 from benchmarks.steps import measure
 from examples.bundled_model.save_target import target_config
 from specserve import LLM
 from specserve.engine.memory import return_memory
 from specserve.layers.decoder import LayerConfig
+from specserve.methods import METHOD_NAMES, METHODS, DraftSettings, Method, register
 from specserve.models.checkpoint import DTYPES, building, file_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.draft.block import BlockConfig, BlockHead
@@ -46,7 +47,11 @@ from specserve.models.draft.block_source import default_ids
 from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
+from specserve.speculation.context import Context, View
+from specserve.speculation.sampler import Sampling
+from specserve.speculation.shape import StepShape
 from specserve.tools.train.block import block_config
+from tests.toys.drafter import CopyDrafter
 
 LLAMA_1B = Sizes(2048, 8192, 16, 32, 8, 64, 128256, 0)
 LAYERS, BLOCK, RANK = 5, 7, 256
@@ -90,7 +95,7 @@ def empty(config: ModelConfig) -> LlamaModel:
 def block(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
     hidden, layers = target.config.hidden_size, target.config.num_layers
     config = BlockConfig(
-        layer=dataclasses.replace(target.config.layers[0], qk_norm=True),
+        layer=dataclasses.replace(target.config.draft_layer, qk_norm=True),
         num_layers=LAYERS,
         rope=target.config.rope,
         taps=tuple(i + 1 for i in default_ids(layers, LAYERS)),
@@ -122,7 +127,7 @@ def medusa(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any
 
 
 def standalone(target: LlamaModel, small: Sizes, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
-    eps = target.config.layers[0].rms_norm_eps
+    eps = target.config.draft_layer.rms_norm_eps
     layer = LayerConfig(
         small.hidden, small.inner, small.heads, small.kv_heads, small.head_dim, eps, input_size=small.hidden
     )
@@ -147,10 +152,47 @@ def read_bytes(path: Path, itemsize: float) -> float:
 
 
 BATCHES = (1, 16, 64)
-HEADER = (
-    f"{'drafter':16} {'batch':>5} {'ms/step':>8} {'full':>6} {'/ off':>6} {'/ free':>6} {'/ floor':>7} {'tok/s':>7} "
-    f"{'accepted':>8}"
-)
+
+
+class FreeDrafter(CopyDrafter):
+    """Proposes the root again, whatever the text."""
+
+    name = "FREE"
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        token_BS = view.slots.root_B.long()[:, None].expand(-1, shape.levels)
+        score_BS = torch.full_like(token_BS, -1.0, dtype=context.state.sampling.temperature.dtype)
+        return Pool.of_text(token_BS, score_BS)
+
+
+def load_free(_: DraftSettings, target: LlamaModel) -> FreeDrafter:
+    return FreeDrafter(target.config.vocab_size)
+
+
+@contextmanager
+def free_offered() -> Iterator[None]:
+    """``FREE`` is a method."""
+    method = Method("FREE", load_free, copies="all")
+    register(method)
+    try:
+        yield
+    finally:
+        METHOD_NAMES.remove(method.name)
+        del METHODS[method.name]
+
+
+@contextmanager
+def none_accepted() -> Iterator[None]:
+    """Engines built inside, their captured steps included, accept no draft, at the cost of two small launches a
+    step."""
+
+    def patched(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
+        if tree.levels:
+            tree = dataclasses.replace(tree, token_T=tree.token_T.masked_fill(tree.local_T > 0, -1))
+        return accept_path(tree, chosen_T, slots)
+
+    with patch("specserve.speculation.step.accept_path", patched):
+        yield
 
 
 class Case(NamedTuple):
@@ -235,16 +277,18 @@ def compared(row: dict[str, Any], rows: Sequence[dict[str, Any]], args: argparse
     return {**row, "floor_ms": floor, **ratios}
 
 
-def line(row: dict[str, Any]) -> str:
-    off, free, floor = (row[f"ratio_to_{name}"] for name in ("off", "free", "floor"))
-    ratios = " ".join(
-        f"{'-' if each is None else f'{each:.3f}':>{width}}"
-        for each, width in ((off, 6), (free, 6), (floor, 7))
-    )
-    return (
-        f"{row['drafter']:16} {row['batch']:5} {row['ms_per_step']:8.3f} {row['full_ms_per_step']:6.2f} {ratios} "
-        f"{row['tokens_per_second']:7.0f} {row['accepted_length']:8.2f}"
-    )
+def measure_all(args: argparse.Namespace, failed: list[str]) -> Iterator[Figures]:
+    """The rows of all cases. Those that fail are added to ``failed``: the others are still worth their rows."""
+    begin, rows = time.perf_counter(), list[Figures]()
+    for name in args.only:
+        try:
+            for found in run_case(name, args):
+                rows.append(compared(found, rows, args) | {"at_seconds": time.perf_counter() - begin})
+                yield rows[-1]
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+        return_memory()
 
 
 def main() -> None:
@@ -260,25 +304,12 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=64, help="leave larger batches out")
     parser.add_argument("--quick", action="store_true", help="short prompts, small batches: does it run?")
     args = parse_load(parser)
-    begin = time.perf_counter()
     make(args.pair / RANDOM, SHAPES[args.shape], LLAMA_1B, DTYPES[args.dtype])
     return_memory()
-    print(f"made the pair, {time.perf_counter() - begin:.0f} s", flush=True)
     args.model = str(args.pair / RANDOM / "target")
-    print(HEADER)
-    rows: list[dict[str, Any]] = []
     failed: list[str] = []
     with weights_kept():
-        for name in args.only:
-            try:
-                for found in run_case(name, args):
-                    rows.append(compared(found, rows, args) | {"at_seconds": time.perf_counter() - begin})
-                    print(line(rows[-1]), flush=True)
-                    write_results("drafters", rows, args.output)
-            except Exception:  # the others are still worth their rows
-                traceback.print_exc()
-                failed.append(name)
-            return_memory()
+        keep_rows("drafters", measure_all(args, failed), args.output)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

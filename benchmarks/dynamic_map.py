@@ -17,17 +17,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.acceptance import tokens_per_step
-from benchmarks.common import load_prompts, run_prompts, shape_settings
-from benchmarks.results import options, write_results
+from benchmarks.common import load_prompts, run_prompts, shape_settings, tokens_per_step
+from benchmarks.results import Figures, keep_rows, options
 from examples.bundled_model.generators.common import Sampler
 from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_turn, open_dialogue
 from specserve import LLM
@@ -65,9 +63,8 @@ def traffic_prompts(measured: dict[str, Rows]) -> dict[str, Rows]:
     return {name: [row for row in rows if row not in measured[name]] for name, rows in made.items()}
 
 
-@contextmanager
-def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
-    with LLM(
+def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
+    return LLM(
         args.model,
         dtype=args.dtype,
         max_running_requests=args.batch,
@@ -76,8 +73,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
         speculative_draft_model_path=args.draft or str(BUNDLED_DRAFTS[args.algorithm]),
         **shape_settings(args.shape),
         **settings,
-    ) as llm:
-        yield llm
+    )
 
 
 def measure(llm: LLM, rows: Rows) -> tuple[dict[str, Any], list[RequestOutput]]:
@@ -134,16 +130,13 @@ class Bench:
             f"{FLAG}_start": self._write(home, size),
         }
         with open_llm(self.args, **settings) as llm:
-            scheduler = llm.engine
-            assert isinstance(scheduler, Scheduler)
-            assert scheduler.runner.context.drafter.dynamic_map is not None
+            assert isinstance(llm.engine, Scheduler)
+            dynamic = llm.engine.runner.context.drafter.dynamic_map
+            assert dynamic is not None
             before, _ = measure(llm, self._traffic[domain])
             figures, _ = measure(llm, self.prompts[domain])
-            figures["refreshes"] = scheduler.runner.context.drafter.dynamic_map.refreshes
-            figures["while_adapting"] = before
-            return self._with_share(
-                figures, domain, scheduler.runner.context.drafter.dynamic_map.coverage or 0.0
-            )
+            figures |= {"refreshes": dynamic.refreshes, "while_adapting": before}
+            return self._with_share(figures, domain, dynamic.coverage or 0.0)
 
     def _with_share(self, figures: dict[str, Any], domain: str, share: float) -> dict[str, Any]:
         full = self.full[domain]["tokens_per_step"]
@@ -159,27 +152,21 @@ class Bench:
         return str(path)
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    figures = []
+def run(args: argparse.Namespace) -> Iterator[Figures]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
         vocab_size = load_model_config(Path(args.model)).vocab_size
         sizes = [args.size] if args.size else [vocab_size // part for part in args.parts]
         for domain, home in (("code", "dialogue"), ("dialogue", "code")):
-            figures.append({"domain": domain, "map": "full", **bench.full[domain]})
-            print(figures[-1], flush=True)
+            yield {"domain": domain, "map": "full", **bench.full[domain]}
             for size in sizes:
-                for name, rows in (
-                    ("static", bench.static(home, domain, size)),
-                    ("best", bench.static(domain, domain, size)),
-                    ("dynamic", bench.dynamic(home, domain, size)),
-                ):
-                    figures.append({"domain": domain, "map": name, "size": size, **rows})
-                    print(figures[-1], flush=True)
-    return figures
+                common = {"domain": domain, "size": size}
+                yield {**common, "map": "static", **bench.static(home, domain, size)}
+                yield {**common, "map": "best", **bench.static(domain, domain, size)}
+                yield {**common, "map": "dynamic", **bench.dynamic(home, domain, size)}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def main() -> None:
     parser = options(__doc__)
     add = parser.add_argument
     add("--model", default=str(BUNDLED_MODEL), help="directory of the target")
@@ -191,12 +178,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", type=int, nargs="+", default=(8, 4))
     add("--size", type=int, help="rows, instead of --parts")
     add("--interval", type=int, default=8, help="steps between looks")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    args = parse_args()
-    print(write_results("dynamic_map", run(args), args.output))
+    args = parser.parse_args()
+    keep_rows("dynamic_map", run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common import Shape
 from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.models.read_config import load_model_config
-
-Shape = tuple[int, int, int]  # steps, topk, verified tokens
 
 READ_BYTES_PER_S = 4.23e12
 GEMM_FLOPS = 790e12
@@ -35,27 +34,20 @@ KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
 
 PEERS_MS: dict[tuple[Shape | None, int], dict[str, float]] = {
     (None, 1): {"vLLM": 5.12, "SGLang": 4.85},
-    (None, 4): {"vLLM": 5.06, "SGLang": 5.01},
     (None, 16): {"vLLM": 5.47, "SGLang": 5.40},
     (None, 64): {"vLLM": 6.68, "SGLang": 6.71},
-    (None, 128): {"vLLM": 8.69, "SGLang": 8.76},
     (None, 256): {"vLLM": 13.98, "SGLang": 13.76},
-    ((1, 1, 2), 1): {"vLLM": 5.35, "SGLang": 5.44},
-    ((1, 1, 2), 64): {"vLLM": 7.67, "SGLang": 7.87},
-    ((1, 1, 2), 256): {"vLLM": 20.69, "SGLang": 20.69},
     ((3, 1, 4), 1): {"vLLM": 6.01, "SGLang": 6.11},
-    ((3, 1, 4), 4): {"vLLM": 6.10, "SGLang": 6.16},
     ((3, 1, 4), 16): {"vLLM": 6.56, "SGLang": 6.69},
     ((3, 1, 4), 64): {"vLLM": 10.72, "SGLang": 10.87},
-    ((3, 1, 4), 128): {"vLLM": 18.18, "SGLang": 18.37},
-    ((3, 1, 4), 256): {"vLLM": 34.55, "SGLang": 34.69},
     ((7, 1, 8), 1): {"vLLM": 7.11, "SGLang": 7.13},
     ((4, 4, 16), 1): {"SGLang": 7.36},
-    ((4, 4, 16), 4): {"SGLang": 8.14},
     ((5, 8, 32), 1): {"SGLang": 8.12},
     ((5, 8, 32), 16): {"SGLang": 20.09},
 }
-"""vLLM 0.26 and SGLang 0.5.17; vLLM drafts chains alone."""
+"""By shape and batch. vLLM 0.26 and SGLang 0.5.17; vLLM drafts chains alone."""
+PREFILL_PEERS_MS = {(16, 512): {"fastest": 185.0, "slowest": 189.0}, (1, 512): {"vLLM": 16.2, "SGLang": 18.2}}
+"""By prompts and tokens; of the 16 prompts the range of both servers."""
 
 
 def gemm_ms(tokens: int, quantization: str = "none") -> float:
@@ -110,19 +102,10 @@ def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "
 def applies(model_path: str | Path) -> bool:
     """Whether this is the model's shape and the machine that all figures here are of."""
     config = load_model_config(Path(model_path))
-    layer = config.layers[0]
-    sizes = (
-        config.num_layers,
-        layer.hidden_size,
-        layer.intermediate_size,
-        layer.num_kv_heads,
-        layer.head_dim,
-    )
-    return (
-        sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM)
-        and torch.cuda.is_available()
-        and "H200" in torch.cuda.get_device_name()
-    )
+    layer = config.draft_layer
+    sizes = config.num_layers, layer.hidden_size, layer.intermediate_size, layer.num_kv_heads, layer.head_dim
+    on_gpu = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+    return on_gpu and sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM)
 
 
 def _arithmetic_ms(parameters: float, tokens: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 import time
 from bisect import bisect_left
@@ -135,6 +134,16 @@ async def send_once(url: str, raw: bytes) -> Reply:
         connection.close()
 
 
+async def send_all(url: str, raws: Iterable[bytes]) -> list[Reply]:
+    """All at once, each over a connection of its own."""
+    return await asyncio.gather(*(send_once(url, raw) for raw in raws))
+
+
+async def send_in_turn(url: str, raws: Iterable[bytes]) -> list[Reply]:
+    """One after the other over one connection."""
+    return await closed_loop(url, 1, lambda _: raws, Connection.send)
+
+
 def ask_once(url: str, path: str, body: bytes | None = None) -> Reply:
     """For code without an event loop."""
     return asyncio.run(send_once(url, request(path, body)))
@@ -209,8 +218,3 @@ def _joined(body: bytes) -> bytes:
 
 def as_json(fields: object) -> bytes:
     return json.dumps(fields).encode()
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that ``percent`` of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

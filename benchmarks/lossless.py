@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 import specserve.speculation.sampler
-from benchmarks.common import PROMPTS, shape_settings
+from benchmarks.common import PROMPTS, read_prompts, shape_settings, tokens_per_step
 from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, SPECULATION, Configuration, pairwise
 from benchmarks.results import options, write_results
 from specserve import LLM, SamplingParams
@@ -256,15 +256,13 @@ def run_configuration(
             item, index = items[i], first_difference(outputs[i].token_ids, texts[i])
             gap, same = tie_gap(models, item, index), without[i].token_ids == texts[i]
             differences.append(Difference(number, item.sampling, index, gap, same))
-    usage = [output.speculation for output in outputs]
-    steps = sum(each.steps for each in usage)
     row = Row(
         configuration=configuration,
         texts=len(items),
         identical=len(items) - len(differences),
         preemptions=preemptions,
         cached_tokens=sum(output.cached_tokens for output in outputs),
-        mean_accepted_length=1 + sum(each.accepted for each in usage) / max(steps, 1),
+        mean_accepted_length=tokens_per_step(outputs),
         seconds=time.perf_counter() - begin,
     )
     return row, differences
@@ -347,18 +345,6 @@ def summary_lines(report: Report, dtype: str) -> list[str]:
         f"with speculation alone: {drafted}",
     ]
     return lines + [f"  {each}" for each in report.differences]
-
-
-def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """Token ids of a file of ``{"messages": ...}`` and ``{"prompt": ...}`` lines."""
-    from specserve.frontend.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(str(target))
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-    return [
-        tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])
-        for row in rows
-    ]
 
 
 def figures_of(report: Report, dtype: str, **more: Any) -> dict[str, Any]:

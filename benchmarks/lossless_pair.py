@@ -26,40 +26,43 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.changing_load import longer_contexts
-from benchmarks.common import SPARE_POSITIONS, make_prompts, shape_settings, weights_kept
+from benchmarks.adaptive import longer_contexts
+from benchmarks.common import (
+    ADAPTIVE,
+    SPARE_POSITIONS,
+    Drafting,
+    eagle3_settings,
+    make_prompts,
+    tokens_per_step,
+    weights_kept,
+)
 from benchmarks.configurations import SAMPLING
 from benchmarks.lossless import first_difference, predicted_text
-from benchmarks.results import options, write_results
+from benchmarks.results import Figures, keep_rows, options
 from specserve import LLM, SamplingParams
 from specserve.core import TokenLogprob
 from specserve.outputs import RequestOutput
 
 BEST = 5
-SHAPES: dict[str, dict[str, Any]] = {
-    "off": {},
-    "(3, 1, 4)": shape_settings((3, 1, 4)),
-    "(5, 8, 32)": shape_settings((5, 8, 32)),
-    "adaptive": {"speculative_adaptive": True},
+SHAPES: dict[str, Drafting] = {
+    "off": None,
+    "(3, 1, 4)": (3, 1, 4),
+    "(5, 8, 32)": (5, 8, 32),
+    "adaptive": ADAPTIVE,
 }
 
 
 def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The flags of a shape."""
-    given = {
+    return {
         "model_path": args.model,
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
         "max_running_requests": args.batches[0],
         "max_total_tokens": args.batches[0] * (args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS),
+        **eagle3_settings(SHAPES[name], args.pair / "eagle3"),
     }
-    if SHAPES[name]:
-        given |= {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(args.pair / "eagle3"),
-        }
-    return given | SHAPES[name]
 
 
 def prompts_and_params(args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -110,14 +113,12 @@ def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -
         if not same or not equal:
             first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
             differences.append({"request": number, "token": None if same else kept, "logits": first})
-    usage = [output.speculation for output in found]
-    steps, accepted = sum(each.steps for each in usage), sum(each.accepted for each in usage)
     return {
         "texts": len(found),
         "identical": texts,
         "identical_logits": logits,
         "largest_logprob_difference": largest,
-        "mean_accepted_length": 1 + accepted / max(steps, 1),
+        "mean_accepted_length": tokens_per_step(found),
         "tokens": sum(len(output.token_ids) for output in found),
         "differences": differences,
     }
@@ -147,13 +148,16 @@ def run_shape(
             yield row | compare(found, expected[:count]) | {"seconds": time.perf_counter() - begin}
 
 
-def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['shape']:10} batch {row['batch']:2} {'predicted' if row['predicted'] else '':9} "
-        f"{row['identical']}/{row['texts']} texts  {row['identical_logits']}/{row['texts']} logits  "
-        f"largest difference {row['largest_logprob_difference']:.2g}  "
-        f"{row['mean_accepted_length']:.2f} tokens/step  {row['seconds']:6.1f} s"
-    )
+def run_all(args: argparse.Namespace) -> Iterator[Figures]:
+    """Every shape; plain decoding is the first, which the others are held against."""
+    begin, (prompts, params) = time.perf_counter(), prompts_and_params(args)
+    expected: list[RequestOutput] = []
+    with weights_kept(), longer_contexts(args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS):
+        for name in ["off", *(name for name in args.only if name != "off")]:
+            with LLM(**settings_of(name, args)) as llm:
+                expected = expected or answer(llm, prompts, params, len(prompts))
+                for row in run_shape(llm, name, prompts, params, expected, args):
+                    yield row | {"at_seconds": time.perf_counter() - begin}
 
 
 def main() -> None:
@@ -175,19 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     args.model = str(args.pair / "target")
     args.alone = min(args.alone, args.texts)
-    begin = time.perf_counter()
-    names = ["off", *(name for name in args.only if name != "off")]  # first: the others are held against it
-    prompts, params = prompts_and_params(args)
-    rows: list[dict[str, Any]] = []
-    expected: list[RequestOutput] = []
-    with weights_kept(), longer_contexts(args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS):
-        for name in names:
-            with LLM(**settings_of(name, args)) as llm:
-                expected = expected or answer(llm, prompts, params, len(prompts))
-                for row in run_shape(llm, name, prompts, params, expected, args):
-                    rows.append(row | {"at_seconds": time.perf_counter() - begin})
-                    print(line(row), flush=True)
-                    write_results("lossless_pair", rows, args.output)
+    rows = keep_rows("lossless_pair", run_all(args), args.output)
     texts, same, logits = (
         sum(row[key] for row in rows) for key in ("texts", "identical", "identical_logits")
     )

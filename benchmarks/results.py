@@ -1,4 +1,4 @@
-"""The command line of the benchmarks, and results as JSON with hardware, commit and command.
+"""What benchmarks share: the command line, statistics, and results as JSON with hardware, commit and command.
 
 Imports only the standard library, and torch when a result is written.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+Figures = dict[str, Any]
 
 
 def options(description: str | None, output: bool = True) -> argparse.ArgumentParser:
@@ -43,6 +46,60 @@ def run_command(default: Callable[[], object] | None, *others: Callable[[], obje
         parser.parse_args()
     else:
         raise SystemExit(default())
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that ``percent`` of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, percentiles and maximum; 0 without values."""
+    values = values or [0.0]
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {"mean": fmean(values), **percentiles, "max": max(values)}
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each figure over rows that all have it."""
+    return {name: median(row[name] for row in rows) for name in rows[0]}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """The figures of a row by name; tables in it are left out."""
+    plain = {name: value for name, value in row.items() if not isinstance(value, Mapping | list)}
+    return "  ".join(f"{name} {_short(value)}" for name, value in plain.items() if value is not None)
+
+
+def show(figures: Mapping[str, Any], indent: str = "") -> None:
+    """Print figures by name, one line for each and for each table of them."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
+            print(f"{indent}{name}")
+            show(value, indent + "  ")
+        else:
+            print(f"{indent}{name:24} {line(value) if isinstance(value, Mapping) else _short(value)}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def keep_rows(
+    name: str,
+    rows: Iterable[Figures],
+    output: Path | None,
+    text: Callable[[Figures], str] = line,
+) -> list[Figures]:
+    """Print each row, and write all so far, as it comes: a run that is cut keeps its rows."""
+    found: list[Figures] = []
+    path = None
+    for row in rows:
+        found.append(row)
+        print(text(row), flush=True)
+        path = write_results(name, found, output)
+    print(path)
+    return found
 
 
 def hardware() -> str:

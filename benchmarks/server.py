@@ -7,15 +7,15 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from time import monotonic
 from typing import Any
 
-from benchmarks.http_client import ask_once, percentile
+from benchmarks.http_client import ask_once
 from benchmarks.traffic import Health, probe_health
 from tests.front.processes import Server, wait
 
@@ -25,14 +25,19 @@ READY_WITHIN = 300.0  # seconds
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
-    """The bundled model after a server of its own on one engine thread; it must end with code 0."""
-    server = Server(["-m", "specserve.launch", "--port", "0", "--cpu-threads", "1", *flags])
+def started(*flags: str) -> Iterator[Server]:
+    """A server that is ready; it must end with code 0."""
+    server = Server(["-m", "specserve.launch", "--port", "0", *flags])
     try:
         yield server.wait_ready(READY_WITHIN)
     finally:
         code = server.stop()
     assert code == 0, f"the server ended with code {code}"
+
+
+def serving(*flags: str) -> AbstractContextManager[Server]:
+    """The bundled model after a server of its own on one engine thread."""
+    return started("--cpu-threads", "1", *flags)
 
 
 def metrics(server: Server) -> dict[str, float]:
@@ -122,29 +127,6 @@ class Books:
             violations=int(found["invariant_violations_total"]),
             server_errors=int(errors),
         )
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "mean": mean(values),
-        **{f"p{percent}": percentile(values, percent) for percent in (50, 99)},
-        "max": max(values),
-    }
-
-
-def show(figures: dict[str, Any], indent: str = "") -> None:
-    for name, value in figures.items():
-        if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
-            print(f"{indent}{name}")
-            show(value, indent + "  ")
-        elif isinstance(value, dict):
-            print(f"{indent}{name:24} " + "  ".join(f"{key} {_short(each)}" for key, each in value.items()))
-        else:
-            print(f"{indent}{name:24} {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

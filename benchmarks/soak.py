@@ -1,16 +1,10 @@
-"""A server under load for long: clients that disconnect, malformed and random requests, growth."""
+"""A server under load for long: clients that disconnect, malformed requests, growth."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import copy
 import json
 import os
-import re
-import subprocess
-import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,8 +14,8 @@ from time import monotonic
 from typing import Any
 
 from benchmarks.common import load_prompts
-from benchmarks.http_client import Connection, percentile
-from benchmarks.results import options, run_command, write_results
+from benchmarks.http_client import request, send_in_turn
+from benchmarks.results import options, percentile, run_command, show, spread, write_results
 from benchmarks.server import (
     SPAWN,
     Books,
@@ -31,8 +25,6 @@ from benchmarks.server import (
     resident_bytes,
     serving,
     settings,
-    show,
-    spread,
     weighing,
 )
 from benchmarks.traffic import CHAT, COMPLETIONS, Ask, Health, Outcome, Plan, Said, run_traffic, said
@@ -74,19 +66,18 @@ def make_asks(count: int, most_tokens: int) -> list[Ask]:
     return asks
 
 
+async def ask_in_turn(url: str, asks: Sequence[Ask], **more: Any) -> list[Said]:
+    """Answers that are not streamed."""
+    return [*map(said, await send_in_turn(url, [request(ask.path, ask.body(**more)) for ask in asks]))]
+
+
 async def answer_alone(url: str, asks: Sequence[Ask]) -> list[Said]:
     """One request at a time, with speculation and without. Raises RuntimeError where the two differ."""
-    connection, found = Connection(url), []
-    for index, ask in enumerate(asks):
-        both = [
-            said(await connection.ask(ask.path, ask.body(speculation={"enabled": on})))
-            for on in (True, False)
-        ]
-        if both[0] != both[1]:
-            raise RuntimeError(f"request {index}: {both[0]} with speculation, {both[1]} without")
-        found.append(both[0])
-    connection.close()
-    return found
+    drafted, plain = [await ask_in_turn(url, asks, speculation={"enabled": on}) for on in (True, False)]
+    for index, (ours, theirs) in enumerate(zip(drafted, plain, strict=True)):
+        if ours != theirs:
+            raise RuntimeError(f"request {index}: {ours} with speculation, {theirs} without")
+    return plain
 
 
 @dataclass(frozen=True)
@@ -224,20 +215,13 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def ask_all(url: str, asks: Sequence[Ask], **more: Any) -> int:
-    """Ask one after the other. Return the generated tokens."""
-    connection = Connection(url)
-    replies = [await connection.ask(ask.path, ask.body(**more)) for ask in asks]
-    connection.close()
-    return sum(reply.json()["usage"]["completion_tokens"] for reply in replies)
-
-
 def cpu_ms_a_token(url: str, asks: Sequence[Ask], pid: int) -> dict[str, float]:
-    asyncio.run(ask_all(url, asks))  # prompts are cached then
+    asyncio.run(ask_in_turn(url, asks))  # prompts are cached then
     found = {}
     for name, on in (("drafts", True), ("plain", False)):
         before = processor_seconds(pid)
-        tokens = asyncio.run(ask_all(url, asks, speculation={"enabled": on}))
+        answers = asyncio.run(ask_in_turn(url, asks, speculation={"enabled": on}))
+        tokens = sum(answer.completion_tokens for answer in answers)
         found[name] = (processor_seconds(pid) - before) * 1e3 / tokens
     return found
 
@@ -313,157 +297,5 @@ def long_run() -> None:
     raise SystemExit("\n".join(long_run_faults(looks, wrong)) or None)
 
 
-CHECKS = (
-    "not_a_server_error",
-    "status_code_conformance",
-    "content_type_conformance",
-    "response_headers_conformance",
-    "response_schema_conformance",
-    "negative_data_rejection",
-    "unsupported_method",
-    "allow_header_conformance",
-)
-OF_THE_WHOLE = ("negative_data_rejection",)  # a narrowed schema leaves out what is not wrong
-IDLE_CHECK = 11.0  # seconds after which an idle engine looks at its books
-SHORT = {"type": "integer", "minimum": 0, "maximum": 32}
-FEW = {"type": "integer", "minimum": 1, "maximum": 3}
-IDS = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": 40,
-    "items": {"type": "integer", "minimum": 3, "maximum": 500},
-}
-WORDS = {"type": "string", "minLength": 1, "maxLength": 200}
-BIAS = {"type": "number", "minimum": -100, "maximum": 100}
-MESSAGE = {
-    "type": "object",
-    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": WORDS},
-    "required": ["role", "content"],
-    "additionalProperties": False,
-}
-# What requests may hold in the narrowed schema; None: not at all, as it would mostly be refused next to others.
-NARROW: dict[str, Any] = {
-    "prompt": {"anyOf": [WORDS, IDS, {"type": "array", "minItems": 1, "maxItems": 3, "items": WORDS}]},
-    "messages": {"type": "array", "minItems": 1, "maxItems": 3, "items": MESSAGE},
-    "tokens": IDS,
-    "max_tokens": {**SHORT, "minimum": 1},
-    "max_completion_tokens": None,
-    "min_tokens": {"enum": [0, 1]},
-    "n": FEW,
-    "best_of": None,
-    "top_logprobs": None,
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[1-9][0-9]{0,2}$"},
-        "additionalProperties": BIAS,
-    },
-    "stop": WORDS,
-    "stream_options": None,
-    "stop_token_ids": IDS,
-    "abort_all": None,
-}
-
-
-def narrowed(schema: dict[str, Any], model: str) -> dict[str, Any]:
-    """The schema with requests that are mostly answered."""
-    found: dict[str, Any] = copy.deepcopy(schema)
-    for name, part in found["components"]["schemas"].items():
-        if name.endswith("Request"):
-            properties = part["properties"]
-            properties["model"] = {"enum": [model]}
-            for field in NARROW.keys() & properties.keys():
-                if NARROW[field] is None:
-                    del properties[field]
-                else:
-                    properties[field] = NARROW[field]
-            part["required"] = [*part.get("required", ()), *({"max_tokens"} & properties.keys())]
-    return found
-
-
-def run_schemathesis(
-    args: argparse.Namespace, url: str, schema: Any, seconds: float, directory: Path, narrow: bool = False
-) -> dict[str, Any]:
-    """Run schemathesis for some seconds. Returns its counts, and the failures in its own words."""
-    directory.mkdir()
-    file, report = directory / "openapi.json", directory / "report.json"
-    file.write_text(json.dumps(schema))
-    command = [args.schemathesis, "--no-color", "run", str(file), "--url", url, "--workers", "2"]
-    checks = [check for check in CHECKS if not (narrow and check in OF_THE_WHOLE)]
-    command += ["--checks", ",".join(checks), "--max-time", str(int(seconds))]
-    command += ["--phases", "fuzzing", "--mode", "positive"] if narrow else ["--phases", "coverage,fuzzing"]
-    command += ["--request-timeout", "120", "--generation-database", "none", "--seed", str(args.seed)]
-    command += ["--continue-on-failure", "--suppress-health-check", "all", "--output-truncate", "false"]
-    command += ["--report", "json", "--report-json-path", str(report)]
-    run = subprocess.run(
-        command, cwd=directory, capture_output=True, text=True, timeout=seconds + 300, check=False
-    )
-    print(run.stdout, run.stderr)
-    said = run.stdout if run.returncode else ""
-    summary = run.stdout.partition("= SUMMARY =")[2].splitlines()
-    cases = next((line.strip() for line in summary if re.match(r"\s*\d+ generated", line)), "")
-    return {"seconds": seconds, "exit_code": run.returncode, "cases": cases, "failures": said[-20000:]}
-
-
-def answers(server: Server) -> dict[str, int]:
-    """Answers by route and status."""
-    found = {}
-    for name, count in metrics(server).items():
-        if name.startswith("requests_total{"):
-            found[" ".join(re.findall(r'"(.*?)"', name))] = int(count)
-    return dict(sorted(found.items()))
-
-
-def problems(server: Server) -> list[str]:
-    """What is wrong with a server that has nothing to do any more."""
-    time.sleep(IDLE_CHECK)
-    found = {
-        **asdict(Books.of(server)),
-        "restarts of the engine": int(metrics(server)["engine_restarts_total"]),
-    }
-    return [f"{name}: {count}" for name, count in found.items() if count]
-
-
-def fuzz() -> int:
-    """Random requests drawn from ``/openapi.json``: no status of 500 or more, no undescribed answer, no leak.
-
-        python3 -m venv run_schemathesis && run_schemathesis/bin/pip install schemathesis
-        python -m benchmarks.soak fuzz --schemathesis run_schemathesis/bin/schemathesis [--seconds 600]
-
-    schemathesis has its own environment, because its pins may clash with the server's. A third of the time it draws
-    from the schema as it is, then from one narrowed so that many requests succeed: the served model, short answers,
-    ids of the vocabulary. At the end every page of the pool must be free, and the engine must be the first one.
-    Exit code 1: something was wrong.
-    """
-    parser = options(fuzz.__doc__)
-    parser.add_argument("--schemathesis", default="schemathesis", help="the program")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    version = subprocess.run([args.schemathesis, "--version"], capture_output=True, text=True, check=True)
-    flags = ("--log-format", "json", "--speculative-algorithm", "EAGLE3", "--max-running-requests", "8")
-    with tempfile.TemporaryDirectory() as temporary, serving(*flags) as server:
-        directory = Path(temporary)
-        schema, models = (json.loads(server.get(path)[1]) for path in ("/openapi.json", "/v1/models"))
-        narrow, third = narrowed(schema, models["data"][0]["id"]), args.seconds / 3
-        runs = {
-            "as it is": run_schemathesis(args, server.url, schema, third, directory / "whole"),
-            "narrowed": run_schemathesis(args, server.url, narrow, 2 * third, directory / "narrow", True),
-        }
-        wrong, counts, totals = problems(server), answers(server), metrics(server)
-    errors = [line for line in server.lines if '"level": "error"' in line]
-    figures = {
-        "schemathesis": version.stdout.strip(),
-        "runs": runs,
-        "requests": sum(counts.values()),
-        "answers": counts,
-        "generated_tokens": totals["generated_tokens_total"],
-        "accepted_drafts": totals["spec_accepted_tokens_total"],
-        "errors_logged": errors[:20],
-        "problems": wrong,
-    }
-    print(json.dumps(figures, indent=1), write_results("fuzz", figures, args.output))
-    return int(bool(wrong or errors or any(run["exit_code"] for run in runs.values())))
-
-
 if __name__ == "__main__":
-    run_command(main, long_run, fuzz)
+    run_command(main, long_run)

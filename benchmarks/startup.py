@@ -22,18 +22,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.common import parse_shape, shape_settings
-from benchmarks.http_client import Connection, Reply
-from benchmarks.results import options, write_results
+from benchmarks.common import eagle3_settings, parse_drafting
+from benchmarks.http_client import as_json, ask_once, request, send_all
+from benchmarks.results import Figures, line, options, write_results
+from benchmarks.server import metrics, started
+from benchmarks.traffic import COMPLETIONS
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from tests.front.processes import Server
 
-READY_WITHIN = 300.0
+NAME = "model"
 PROMPT_TOKENS = 512
 TOKENS = 32
 VOCAB = 3000  # the bundled model's, so that its embedding in larger shapes can be asked, too
@@ -67,59 +69,80 @@ from benchmarks import startup
 startup.through_llm(json.loads(sys.argv[2]), begin)
 """
 
-Ask = Callable[[list[list[int]]], object]
-
 
 def settings_of(args: argparse.Namespace, shape: str) -> dict[str, Any]:
     """The settings of an engine with a shape."""
-    found: dict[str, Any] = {"model_path": args.model}
-    if shape == "off":
-        return found
-    found |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
-    return found if shape == "adaptive" else found | shape_settings(parse_shape(shape))
+    return {"model_path": args.model, **eagle3_settings(parse_drafting(shape), args.eagle3)}
 
 
 @contextmanager
-def served(settings: dict[str, Any], port: int, environment: dict[str, str]) -> Iterator[float]:
-    """A server; the seconds until it was ready."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+def served(settings: dict[str, Any]) -> Iterator[tuple[Server, float]]:
+    """A server, and the seconds until it was ready."""
+    flags = {**settings, "served_model_name": NAME}
     begin = time.perf_counter()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "specserve.launch", "--port", str(port), *flags], env=environment
-    )
-    try:
-        while not _healthy(port):
-            if server.poll() is not None or time.perf_counter() - begin > READY_WITHIN:
-                raise SystemExit("the server did not become ready")
-            time.sleep(0.05)
-        yield time.perf_counter() - begin
-    finally:
-        server.terminate()
-        server.wait(30)
+    with started(*(f"--{name.replace('_', '-')}={value}" for name, value in flags.items())) as server:
+        yield server, time.perf_counter() - begin
 
 
-def start(args: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
+def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB // 2, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def answer(url: str, prompts: list[list[int]], **params: Any) -> None:
+    """Have the server answer all prompts at once."""
+    common = {"model": NAME, "ignore_eos": True, **params}
+    raws = [request(COMPLETIONS, as_json({**common, "prompt": prompt})) for prompt in prompts]
+    for reply in asyncio.run(send_all(url, raws)):
+        if reply.status != 200:
+            raise SystemExit(reply.body.decode())
+
+
+def counters(server: Server) -> dict[str, float]:
+    """What must be zero after the server was ready."""
+    return {name: metrics(server)[f"{name}_total"] for name in ("late_kernels", "eager_steps")}
+
+
+def start(args: argparse.Namespace) -> Figures:
     """Seconds until ready, the graphs as ``/server_info`` has them, and how the first requests did."""
-    with served(settings_of(args, args.shape), args.port, environment) as seconds:
-        found: dict[str, Any] = {"seconds": seconds}
+    with served(settings_of(args, args.shape)) as (server, seconds):
+        found: Figures = {"seconds": seconds}
         if args.requests:
-            found["requests"] = asyncio.run(first_requests(args.port))
-        info = json.loads(_get(args.port, "/server_info"))
-        return found | {"cuda_graphs": info["engine"].get("cuda_graphs"), "counters": counters(args.port)}
+            found["requests"] = first_requests(server.url)
+        info = json.loads(server.get("/server_info")[1])
+        return found | {"cuda_graphs": info["engine"].get("cuda_graphs"), "counters": counters(server)}
 
 
-def through(door: str, settings: dict[str, Any], port: int, environment: dict[str, str]) -> dict[str, Any]:
+def first_requests(url: str) -> list[Figures]:
+    """Milliseconds of the first turn and of later ones, a row for each number of requests at a time and kind."""
+    rows = []
+    for count, turns in TURNS.items():
+        for kind, params in KINDS.items():
+            seconds = []
+            for turn in range(turns):
+                again = turn >= turns - LAST
+                if again:
+                    ask_once(url, "/flush_cache", b"")
+                prompts = prompts_of(random.Random(f"{kind} {count} {0 if again else turn}"), count)
+                begin = time.perf_counter()
+                answer(url, prompts, max_tokens=TOKENS, **params)
+                seconds.append(time.perf_counter() - begin)
+            first, later = seconds[0] * 1e3, statistics.median(seconds[-LAST:]) * 1e3
+            rows.append({"kind": kind, "at_a_time": count, "first_ms": first, "later_ms": later})
+            rows[-1]["ratio"] = first / later
+            print(line(rows[-1]), flush=True)
+    return rows
+
+
+def through(door: str, settings: dict[str, Any]) -> Figures:
     """Start one door; the seconds until it was ready, tokens a second, and what must be zero."""
     settings = {**settings, "disable_radix_cache": True}
     if door == "server":
-        with served(settings, port, environment) as seconds:
-            model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
-            with asyncio.Runner() as loop, _connections(port, max(COUNTS)) as connections:
-                rates = measure(lambda prompts: loop.run(_answer(connections, model, prompts)))
-            return {"seconds": seconds, "rates": rates, **counters(port)}
+        with served(settings) as (server, seconds):
+            rates = measure(lambda prompts: answer(server.url, prompts, max_tokens=NEW, temperature=0))
+            return {"seconds": seconds, "rates": rates, **counters(server)}
     command = [sys.executable, "-c", CHILD, str(time.time()), json.dumps(settings)]
-    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    found: Figures = json.loads(printed.splitlines()[-1])
     return found
 
 
@@ -137,12 +160,11 @@ def through_llm(settings: dict[str, Any], begin: float) -> None:
     print(json.dumps({"seconds": seconds, "rates": rates, **zeros}))
 
 
-def measure(ask: Ask) -> list[dict[str, float]]:
+def measure(ask: Callable[[list[list[int]]], object]) -> list[dict[str, float]]:
     """Tokens a second of the first turn and of later ones, for each of ``COUNTS``. The first of all is of one."""
     rows = []
     for count in COUNTS:
-        rng, seconds = random.Random(count), []
-        prompts = [[rng.randrange(VOCAB // 2, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+        prompts, seconds = prompts_of(random.Random(count), count), []
         for _ in range(ROUNDS):
             begin = time.perf_counter()
             ask(prompts)
@@ -152,106 +174,24 @@ def measure(ask: Ask) -> list[dict[str, float]]:
     return rows
 
 
-def compare_doors(args: argparse.Namespace) -> list[dict[str, Any]]:
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Processes started inside share a kernel cache that is empty at first."""
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, TRITON_CACHE_DIR=cache):
+        yield
+
+
+def compare_doors(args: argparse.Namespace) -> list[Figures]:
     """Both doors, cold and warm, with each shape."""
     rows = []
     for shape in args.shapes:
         for door in DOORS:
-            with tempfile.TemporaryDirectory() as cache:
-                for start in ("cold", "warm"):
-                    environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-                    found = through(door, settings_of(args, shape), args.port, environment)
-                    rows.append({"shape": shape, "door": door, "start": start, **found})
-                    print(_line(rows[-1]), flush=True)
+            with empty_cache():
+                for temperature in ("cold", "warm"):
+                    found = through(door, settings_of(args, shape))
+                    rows.append({"shape": shape, "door": door, "start": temperature, **found})
+                    print(line(rows[-1]), *map(line, found["rates"]), sep="\n  ", flush=True)
     return rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    rates = ", ".join(f"{each['first']:.0f}/{each['later']:.0f}" for each in row["rates"])
-    zeros = f"late {row['late_kernels']:.0f}, eager {row['eager_steps']:.0f}"
-    return f"{row['shape']:8} {row['door']:6} {row['start']}: ready {row['seconds']:5.1f} s; {rates}; {zeros}"
-
-
-@contextmanager
-def _connections(port: int, count: int) -> Iterator[list[Connection]]:
-    connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(count)]
-    try:
-        yield connections
-    finally:
-        for connection in connections:
-            connection.close()
-
-
-async def _answer(connections: list[Connection], model: str, prompts: list[list[int]]) -> None:
-    """Answer prompts, each on a connection of its own."""
-    greedy = {"model": model, "max_tokens": NEW, "ignore_eos": True, "temperature": 0}
-    bodies = [json.dumps({**greedy, "prompt": prompt}).encode() for prompt in prompts]
-    asked = (each.ask("/v1/completions", body) for each, body in zip(connections, bodies, strict=False))
-    for reply in await asyncio.gather(*asked):
-        _check(reply)
-
-
-async def first_requests(port: int) -> list[dict[str, Any]]:
-    """Milliseconds of the first turn and of later ones, a row for each number of requests at a time and kind."""
-    model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
-    rows = []
-    with _connections(port, max(TURNS)) as connections:
-        for count, turns in TURNS.items():
-            for kind, params in KINDS.items():
-                seconds = []
-                for turn in range(turns):
-                    again = turn >= turns - LAST
-                    if again:
-                        _check(await connections[0].ask("/flush_cache", b""))
-                    rng = random.Random(f"{kind} {count} {0 if again else turn}")
-                    begin = time.perf_counter()
-                    await asyncio.gather(*(_ask(each, model, rng, params) for each in connections[:count]))
-                    seconds.append(time.perf_counter() - begin)
-                later = statistics.median(seconds[-LAST:])
-                row = {
-                    "kind": kind,
-                    "at_a_time": count,
-                    "first_ms": seconds[0] * 1e3,
-                    "later_ms": later * 1e3,
-                }
-                rows.append(row | {"ratio": seconds[0] / later})
-                print(
-                    f"{kind:10} {count:3} at a time: {seconds[0] * 1e3:7.1f} ms, later {later * 1e3:7.1f}",
-                    flush=True,
-                )
-    return rows
-
-
-async def _ask(connection: Connection, model: str, rng: random.Random, params: dict[str, Any]) -> None:
-    prompt = [rng.randrange(VOCAB // 2, VOCAB) for _ in range(PROMPT_TOKENS)]
-    asked = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **params}
-    _check(await connection.ask("/v1/completions", json.dumps(asked).encode()))
-
-
-def _check(reply: Reply) -> None:
-    if reply.status != 200:
-        raise SystemExit(reply.body.decode())
-
-
-def counters(port: int) -> dict[str, float]:
-    """What must be zero after the server was ready."""
-    text = _get(port, "/metrics").decode()
-    names = "late_kernels", "eager_steps"
-    return {name: float(text.split(f"\nspecserve_{name}_total ")[1].split()[0]) for name in names}
-
-
-def _healthy(port: int) -> bool:
-    try:
-        _get(port, "/health")
-    except OSError:
-        return False
-    return True
-
-
-def _get(port: int, path: str) -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-        body: bytes = answer.read()
-        return body
 
 
 def main() -> None:
@@ -265,16 +205,13 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["off", "3,1,4", "adaptive"], help="with --doors")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--requests", action="store_true", help="also time the first requests of each kind")
-    parser.add_argument("--port", type=int, default=30123)
     args = parser.parse_args()
     if args.doors:
         print(write_results("startup_doors", {"rows": compare_doors(args)}, args.output))
         return
-    with tempfile.TemporaryDirectory() as empty:
-        environment = {**os.environ, **({"TRITON_CACHE_DIR": empty} if args.cold else {})}
-        found = start(args, environment)
-    found = {"shape": args.shape, "cold": args.cold, **found}
-    print({name: value for name, value in found.items() if name != "requests"})
+    with empty_cache() if args.cold else nullcontext():
+        found = {"shape": args.shape, "cold": args.cold, **start(args)}
+    print(line(found))
     print(write_results(f"startup_{'cold' if args.cold else 'warm'}", found, args.output))
 
 

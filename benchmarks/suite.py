@@ -1,20 +1,18 @@
 """All GPU benchmarks in one process, which loads the target once.
 
-    python -m benchmarks.suite --pair DIR [--only steps tokens throughput prefill traces] [--results benchmarks/results]
+    python -m benchmarks.suite --pair DIR [--only steps prefill traces] [--results benchmarks/results]
     python -m benchmarks.suite --pair DIR --only steps --quantization int4 fp8 [--shapes off 7,1,8] [--repeats 2]
 
-DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill`` and ``traces`` run on the
-random weights, as the peers were measured: no draft is accepted, and batches stay full to the end. ``tokens`` are the
-cases of ``steps`` with the trained pair, as are ``throughput`` and ``useless`` (steps again). ``adaptive``, with the
-trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` measure the controller.
-``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` records the output of each script of
-``kernels/bench``. With ``--quantization`` weights of the target are rounded at load, and ``steps`` are measured of each
-kind. Other arguments go to every benchmark that runs. One that fails does not stop the others.
+DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill``, ``traces`` and
+``waterfall`` run on the random weights, as the peers were measured: no draft is accepted, and batches stay full to the
+end. ``adaptive``, ``changing_load``, ``long_context`` and ``mixed_batch`` measure the controller. ``dynamic_map`` has
+an eighth of the ids that the pair uses. With ``--quantization`` weights of the target are rounded at load, and
+``steps`` are measured of each kind. Other arguments go to every benchmark that runs. One that fails does not stop the
+others.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,68 +21,47 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.common import weights_kept
-from benchmarks.cost_faithful import RANDOM, USELESS
-from benchmarks.results import options, result_name, write_results
+from benchmarks.cost_faithful import RANDOM
+from benchmarks.results import options, result_name
 from specserve.config.settings import ROUNDED
 
 IMAGES = Path("docs/images")
 TRACES = (("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32))
+Command = tuple[str, list[str]]
+"""A benchmark and its arguments."""
 
 
-def commands(
-    pair: Path, results: Path, quantizations: Sequence[str] = ("none",)
-) -> dict[str, list[tuple[str, list[str]]]]:
-    """What each name runs: a benchmark and its arguments."""
+def commands(pair: Path, results: Path, quantizations: Sequence[str] = ("none",)) -> dict[str, list[Command]]:
+    """What each name runs."""
     target = ["--model", str(pair / "target")]
-    trained, useless = ([*target, "--eagle3", str(pair / draft)] for draft in ("eagle3", USELESS))
+    trained = [*target, "--eagle3", str(pair / "eagle3")]
     random_target = ["--model", str(pair / RANDOM / "target"), "--prompts", "random"]
     random = [*random_target, "--eagle3", str(pair / RANDOM / "eagle3")]
+    map_of = [*target, "--draft", str(pair / "eagle"), "--size", "512"]
 
-    def run(benchmark: str, given: list[str], name: str, picture: str = "") -> tuple[str, list[str]]:
+    def run(benchmark: str, given: list[str], name: str, picture: str = "") -> Command:
         drawn = [picture, str(IMAGES / f"{name}.png")] if picture else []
         return benchmark, [*given, *drawn, "--output", str(results / f"{name}.json")]
 
-    single, prefill, load = "steps single_stream", "steps prefill", "changing_load"
+    def rounded(benchmark: str, given: list[str]) -> list[Command]:
+        name = benchmark.split()[-1]
+        return [run(benchmark, [*given, "--quantization", q], result_name(name, q)) for q in quantizations]
+
+    def trace(shape: str, batch: int) -> Command:
+        name = f"step_trace_{shape.replace(',', '_')}_b{batch}"
+        return run("trace", [*random, "--shape", shape, "--batch", str(batch)], name, "--picture")
+
     return {
-        "steps": [
-            run(single, [*random, "--quantization", each], result_name("single_stream", each))
-            for each in quantizations
-        ],
-        "useless": [run(single, useless, "single_stream_useless")],
-        "tokens": [run(single, [*trained, "--repeats", "1"], "single_stream_trained")],
-        "throughput": [run("steps throughput", [*trained, "--repeats", "1"], "throughput", "--plot")],
-        "prefill": [
-            *(
-                run(prefill, [*random_target, "--quantization", each], result_name("prefill", each))
-                for each in quantizations
-            ),
-            run(prefill, [*random, "--shape", "3,1,4"], "prefill_eagle3"),
-        ],
-        "adaptive": [
-            run("adaptive", trained, "adaptive_h200"),
-            run("adaptive", useless, "adaptive_useless_h200"),
-        ],
-        "changing_load": [run(load, trained, "changing_load", "--plot")],
-        "long_context": [run(f"{load} long_context", trained, "long_context")],
-        "mixed_batch": [run(f"{load} mixed_batch", trained, "mixed_batch")],
-        "dynamic_map": [
-            run(
-                "dynamic_map",
-                [*target, "--draft", str(pair / "eagle"), "--size", "512"],
-                "dynamic_map_h200",
-            )
-        ],
-        "tuner": [run("adaptive tuner", trained, "tuner")],
+        "steps": rounded("steps single_stream", random),
+        "prefill": rounded("steps prefill", random_target),
+        "adaptive": [run("adaptive", trained, "adaptive_h200")],
+        "changing_load": [run("changing_load", trained, "changing_load", "--plot")],
+        "long_context": [run("adaptive long_context", trained, "long_context")],
+        "mixed_batch": [run("changing_load mixed_batch", trained, "mixed_batch")],
+        "dynamic_map": [run("dynamic_map", map_of, "dynamic_map_h200")],
+        "tuner": [run("tuner", trained, "tuner_h200")],
         "waterfall": [run("trace waterfall", random, "waterfall", "--picture")],
-        "traces": [
-            run(
-                "trace",
-                [*random, "--shape", shape, "--batch", str(batch)],
-                f"step_trace_{shape.replace(',', '_')}_b{batch}",
-                "--picture",
-            )
-            for shape, batch in TRACES
-        ],
+        "traces": [trace(*each) for each in TRACES],
     }
 
 
@@ -95,19 +72,9 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> None:
         getattr(import_module(f"benchmarks.{module}"), command or "main")()
 
 
-def kernel_tables(results: Path) -> None:
-    """The tables that the kernels' own benchmarks print, as lines."""
-    tables = {}
-    for script in sorted(Path("kernels/bench").glob("*.py")):
-        run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-        print(f"\n{script}\n{run.stdout}{run.stderr[-500:] if run.returncode else ''}", flush=True)
-        tables[script.name] = run.stdout.splitlines()
-    print(write_results("kernels", tables, results / "kernels.json"))
-
-
 def main() -> None:
     parser = options(__doc__, output=False)
-    names = [*commands(Path(), Path()), "kernels"]
+    names = list(commands(Path(), Path()))
     parser.add_argument("--pair", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
@@ -120,9 +87,6 @@ def main() -> None:
     failed = []
     with weights_kept():
         for name in args.only:
-            if name == "kernels":
-                kernel_tables(args.results)
-                continue
             for benchmark, arguments in commands(args.pair, args.results, args.quantization)[name]:
                 line = " ".join([f"benchmarks.{benchmark}", *arguments, *rest])
                 print(f"\n{line}", flush=True)

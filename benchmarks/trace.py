@@ -8,19 +8,25 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
-from specserve_kernels.ops import pdl as overlap
 
-from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load, parse_shape
-from benchmarks.floors import HEAD_DIM, KV_HEADS, LAYERS, READ_BYTES_PER_S, Shape, applies, step_ms
-from benchmarks.results import run_command, write_results
+from benchmarks.common import (
+    Shape,
+    drawn,
+    generate_timed,
+    load_options,
+    make_prompts,
+    open_llm,
+    parse_load,
+    parse_shape,
+)
+from benchmarks.floors import HEAD_DIM, KV_HEADS, LAYERS, READ_BYTES_PER_S, applies, step_ms
+from benchmarks.results import Figures, line, run_command, show, write_results
 
 KINDS = (
     ("gemm", ("gemm", "nvjet", "cutlass", "splitK", "xmma", "cublas", "_linear")),
@@ -32,17 +38,8 @@ KINDS = (
     (
         "tree",
         (
-            "grow",
-            "_root",
-            "_pack",
-            "select",
-            "accept",
-            "advance",
-            "follow",
-            "move",
-            "single",
-            "_cap",
-            "_emit",
+            *("grow", "_root", "_pack", "select", "accept", "advance"),
+            *("follow", "move", "single", "_cap", "_emit"),
         ),
     ),
     ("pairs", ("pair",)),
@@ -144,31 +141,23 @@ def by_name(steps: Sequence[Sequence[Event]]) -> list[tuple[str, float, float]]:
 
 def picture(steps: Sequence[Sequence[Event]], others: Sequence[Event], title: str, path: Path) -> None:
     """Two steps and the seam between them, coloured by kind; below, the seam alone."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     kinds = [kind for kind, _ in KINDS] + ["other", "copy"]
-    colours = dict(zip(kinds, pyplot.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
     middle = len(steps) // 2
     shown = [e for step in steps[middle : middle + 2] for e in step]
     zero, seam = shown[0].start, steps[middle + 1][0].start
     copies = [e for e in others if zero <= e.start <= shown[-1].end]
-    figure, axes = pyplot.subplots(2, 1, figsize=(11, 4.2))
-    for axis in axes:
-        for kind in kinds:
-            events = copies if kind == "copy" else [e for e in shown if kind_of(e.name) == kind]
-            bars = [((e.start - zero) / 1e3, e.duration / 1e3) for e in events]
-            axis.broken_barh(bars, (0, 1), color=colours[kind], label=kind if events else None)
-        axis.set_yticks([])
-        axis.set_xlabel("ms")
-    axes[0].set_title(title)
-    axes[0].legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-    axes[1].set_xlim((seam - zero) / 1e3 - 0.1, (seam - zero) / 1e3 + 0.1)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with drawn(path, 2, figsize=(11, 4.2)) as (figure, axes):
+        for axis in axes:
+            for index, kind in enumerate(kinds):
+                events = copies if kind == "copy" else [e for e in shown if kind_of(e.name) == kind]
+                bars = [((e.start - zero) / 1e3, e.duration / 1e3) for e in events]
+                axis.broken_barh(bars, (0, 1), color=f"C{index}", label=kind if events else None)
+            axis.set_yticks([])
+            axis.set_xlabel("ms")
+        axes[0].set_title(title)
+        axes[0].legend(ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+        axes[1].set_xlim((seam - zero) / 1e3 - 0.1, (seam - zero) / 1e3 + 0.1)
+        figure.tight_layout()
 
 
 def trace_steps(llm: Any, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[Event]], list[Event]]:
@@ -182,35 +171,26 @@ def trace_steps(llm: Any, prompts: list[list[int]], new_tokens: int) -> tuple[li
     return steps, sorted([*copies, *inside], key=lambda e: e.start)
 
 
-def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) -> dict[str, Any]:
-    """Print and return one case."""
+def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) -> Figures:
+    """One case."""
     steps, others = trace_steps(llm, make_prompts(args, batch), args.new_tokens)
     starts = [step[0].start for step in steps]
-    period = median(b - a for a, b in itertools.pairwise(starts))
-    busy = median(sum(own_times(step)) for step in steps)
     context = args.prompt_tokens + args.new_tokens // 2
     floor = step_ms(shape, batch, context, args.quantization) if applies(args.model) else None
-    found = {
+    if args.picture is not None:
+        picture(steps, others, f"{shape or 'off'} (steps, topk, tokens), batch {batch}", args.picture)
+    return {
         "shape": shape,
         "batch": batch,
         "steps": len(steps),
-        "step_us": period,
-        "kernels_us": busy,
+        "step_us": median(b - a for a, b in itertools.pairwise(starts)),
+        "kernels_us": median(sum(own_times(step)) for step in steps),
         "kernels": median(len(step) for step in steps),
         "idle_between_steps": idle_share(steps, others),
         "floor_us": None if floor is None else floor * 1e3,
         "by_kind": breakdown(steps),
         "by_name": by_name(steps)[:25],
     }
-    print(
-        f"{shape or 'off'} batch {batch}: step {period:.0f} us, kernels {busy:.0f} us in {found['kernels']:.0f} "
-        f"launches, idle between steps {found['idle_between_steps']:.2%}, floor {(floor or 0) * 1e3:.0f} us"
-    )
-    for kind, row in found["by_kind"].items():
-        print(f"  {kind:18} {row['us']:8.1f} us {row['launches']:5.0f} launches")
-    if args.picture is not None:
-        picture(steps, others, f"{shape or 'off'} (steps, topk, tokens), batch {batch}", args.picture)
-    return found
 
 
 def main() -> None:
@@ -232,6 +212,8 @@ def main() -> None:
     shape = parse_shape(args.shape)
     with open_llm(args, shape, args.batch) as llm:
         found = report(args, shape, args.batch, llm)
+    print(line(found))
+    show(found["by_kind"], "  ")
     print(write_results(f"step_trace_{args.shape.replace(',', '_')}_b{args.batch}", found, args.output))
 
 
@@ -324,35 +306,24 @@ def _sum(rows: Bars) -> dict[str, Any]:
 
 def waterfall_picture(panels: Sequence[tuple[str, Bars]], path: Path) -> None:
     """A panel a result: bars begin where the one above ends, dark up to the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    height = 0.6 + 0.22 * max(len(rows) for _, rows in panels)
-    figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(9, height * len(panels)), sharex=True, squeeze=False
-    )
-    for axis, (title, rows) in zip(axes[:, 0], panels, strict=True):
-        at = 0.0
-        for index, row in enumerate(rows):
-            axis.barh(index, row["us"], left=at, color="tab:orange")
-            axis.barh(index, min(row["floor_us"], row["us"]), left=at, color="tab:blue")
-            ratio = f", {row['us'] / row['floor_us']:.2f} x its floor" if row["floor_us"] else ""
-            text = f" {row['us']:.0f} µs" + (f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else "") + ratio
-            axis.text(at + row["us"], index, text, va="center", fontsize=7)
-            at += row["us"]
-        axis.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7)
-        axis.invert_yaxis()
-        axis.set_title(
-            f"{title}: {at / 1e3:.2f} ms, floor {sum(row['floor_us'] for row in rows) / 1e3:.2f}", fontsize=9
-        )
-    axes[-1, 0].set_xlabel("µs; blue: reading its bytes at 4.23 TB/s")
-    axes[-1, 0].set_xlim(right=1.25 * axes[-1, 0].get_xlim()[1])
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    height = (0.6 + 0.22 * max(len(rows) for _, rows in panels)) * len(panels)
+    with drawn(path, len(panels), figsize=(9, height), sharex=True, squeeze=False) as (figure, axes):
+        for axis, (title, rows) in zip(axes[:, 0], panels, strict=True):
+            at = 0.0
+            for index, row in enumerate(rows):
+                axis.barh(index, row["us"], left=at, color="tab:orange")
+                axis.barh(index, min(row["floor_us"], row["us"]), left=at, color="tab:blue")
+                ratio = f", {row['us'] / row['floor_us']:.2f} x its floor" if row["floor_us"] else ""
+                text = f" {row['us']:.0f} µs" + (f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else "")
+                axis.text(at + row["us"], index, text + ratio, va="center", fontsize=7)
+                at += row["us"]
+            axis.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7)
+            axis.invert_yaxis()
+            floor = sum(row["floor_us"] for row in rows) / 1e3
+            axis.set_title(f"{title}: {at / 1e3:.2f} ms, floor {floor:.2f}", fontsize=9)
+        axes[-1, 0].set_xlabel("µs; blue: reading its bytes at 4.23 TB/s")
+        axes[-1, 0].set_xlim(right=1.25 * axes[-1, 0].get_xlim()[1])
+        figure.tight_layout()
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -363,37 +334,27 @@ def waterfall() -> None:
     """One step at batch 1, kernel by kernel: its time, the bytes that it must read, their floor, and the ratio.
 
         python -m benchmarks.trace waterfall --model DIR/target --eagle3 DIR/eagle3 --shape 3,1,4 [--picture P.png]
-            [--before RESULTS.json] [--one-by-one]
 
     Kernels of the same part in the same place (the 32 ``o`` projections of the target) are one bar with their total
     time, counted as in ``benchmarks.trace``; the gaps follow the last bar. Bytes are those of weights and KV
-    cache. Only for Llama-3.1-8B's shapes and its EAGLE-3 draft in bfloat16. ``--before``: an earlier result, drawn
-    above. ``--one-by-one``: launches don't overlap.
+    cache. Only for Llama-3.1-8B's shapes and its EAGLE-3 draft in bfloat16.
     """
     parser = load_options(waterfall.__doc__)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--shape", default="3,1,4", help="off, or steps,topk,tokens")
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--one-by-one", action="store_true")
     parser.set_defaults(draft_quantization="none")
     parser.add_argument("--picture", type=Path)
     args = parse_load(parser)
     if not applies(args.model):
         raise SystemExit("--model: bytes are known of Llama-3.1-8B's shapes on an H200 alone")
     shape = parse_shape(args.shape)
-    apart = mock.patch.object(overlap, "overlap_on", return_value={"OVERLAP": False})
-    with apart if args.one_by_one else nullcontext(), open_llm(args, shape, 1) as llm:
+    with open_llm(args, shape, 1) as llm:
         steps, _ = trace_steps(llm, make_prompts(args, 1), args.new_tokens)
     rows = bars(steps, args.prompt_tokens + args.new_tokens // 2)
     print("\n".join(lines(rows)))
     print(write_results("waterfall", {"shape": args.shape, "layers": LAYERS, "bars": rows}, args.output))
     if args.picture:
-        before = (
-            []
-            if args.before is None
-            else [("before", json.loads(args.before.read_text())["figures"]["bars"])]
-        )
-        waterfall_picture([*before, (f"{args.shape} at batch 1", rows)], args.picture)
+        waterfall_picture([(f"{args.shape} at batch 1", rows)], args.picture)
 
 
 if __name__ == "__main__":

@@ -104,3 +104,10 @@ def test_the_gain_in_the_readme() -> None:
         "times plain decoding's tokens a second"
     )
     assert words in " ".join(README.split())
+
+
+def test_commands_of_results() -> None:
+    """Each names a benchmark that there is, or one of which the page says what it is called now."""
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        for name in re.findall(r"-m benchmarks\.(\w+)", json.loads(path.read_text())["command"]):
+            assert (ROOT / f"benchmarks/{name}.py").exists() or f"`{name}`" in PERFORMANCE, path.name
