@@ -49,8 +49,8 @@ def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_are_measured_once() -> Iterator[None]:
-    """At an engine's start: few tests need good measurements."""
-    with patch("specserve.engine.profile.EAGER_REPEATS", 1):
+    """At an engine's start, and only the steps from which all others are estimated: few tests need good ones."""
+    with patch.multiple("specserve.engine.profile", EAGER_REPEATS=1, EAGER_SECONDS=0.0):
         yield
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .llama import forward
 from .medusa import fitted
 from .mlp_speculator import normed
-from .models import Draws, load_checkpoint, save_checkpoint
+from .models import Draws, load_checkpoint, run_target, save_checkpoint
 
 GATES = ("forget", "input", "output", "cell")
 
@@ -48,9 +47,8 @@ def advance(
 
 def next_logits(path: Path, target: Path, committed: Sequence[int], drafted: Sequence[int]) -> Tensor:
     """Logits [V] of the token after the root and the drafted ones."""
-    weights, target_config = load_checkpoint(target)
     state, config = load_checkpoint(path)
-    hidden = forward(weights, target_config, committed[:-1]).hidden[-1]
+    hidden = run_target(target, committed[:-1]).hidden[-1]
     reached = hidden, hidden.new_zeros(int(config["emb_dim"]))
     for level, token in enumerate([committed[-1], *drafted]):
         reached = advance(state, config, level, reached, token)
@@ -70,7 +68,7 @@ def make_arctic_lstm(
 ) -> Path:
     """Float16; a pickled file with what is shared under each of its names, as the trainer writes it. With `agree` the
     head is fitted to what the target says again and again after each token alone."""
-    weights, target_config = load_checkpoint(target)
+    _, target_config = load_checkpoint(target)
     hidden, vocab = target_config["hidden_size"], target_config["vocab_size"]
     draws, found = Draws(1), dict[str, Tensor]()
     for gate in GATES:
@@ -100,7 +98,7 @@ def make_arctic_lstm(
         "torch_dtype": "bfloat16",
     }
     if agree:
-        runs = [forward(weights, target_config, [token]) for token in range(vocab)]
+        runs = [run_target(target, [token]) for token in range(vocab)]
         after = torch.stack([run.logits[-1] for run in runs]).argmax(1)
         states = torch.stack([run.hidden[-1] for run in runs]).float()
         reached, said, read, wanted = (states, states.new_zeros(vocab, inner)), after, [], []

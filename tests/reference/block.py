@@ -18,7 +18,6 @@ from .llama import (
     Config,
     State,
     embedding_weight,
-    forward,
     gated_mlp,
     head_norm,
     head_weight,
@@ -28,7 +27,7 @@ from .llama import (
     rotate,
 )
 from .medusa import fitted
-from .models import Draws, load_checkpoint, save_checkpoint
+from .models import Draws, load_checkpoint, run_target, save_checkpoint
 
 DIALECTS = ("z-lab", "DeepSpec", "SpecForge", "speculators")
 
@@ -74,7 +73,7 @@ def block_states(path: Path, target: Path, committed: Sequence[int]) -> Tensor:
     weights, target_config = load_checkpoint(target)
     state, config = load_checkpoint(path)
     found = flat(config)
-    streams = forward(weights, target_config, committed[:-1]).streams
+    streams = run_target(target, committed[:-1]).streams
     taps = boundaries(config, target_config["num_hidden_layers"])
     eps = found["rms_norm_eps"]
     fused = linear(state, "fc", torch.cat([streams[tap] for tap in taps], dim=1))
@@ -235,7 +234,7 @@ def make_block(
         found["markov_head.markov_w1.weight"] = w1 = draws.matrix(vocab, rank, 1.0)
         w2 = draws.matrix(vocab, rank, 2 * std)
         if agree:
-            after_each = torch.stack([forward(weights, target_config, [t]).logits[-1] for t in range(vocab)])
+            after_each = torch.stack([run_target(target, [t]).logits[-1] for t in range(vocab)])
             w2 = fitted(w1, after_each.argmax(1), vocab)
             found["norm.weight"] = 0.1 * found["norm.weight"]
         found["markov_head.markov_w2.weight"] = w2[ids]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .llama import forward, linear
 from .medusa import fitted
-from .models import Draws, load_checkpoint, save_checkpoint
+from .models import Draws, load_checkpoint, run_target, save_checkpoint
 
 LAYER = "prefix_embeding_layer."
 BLOCKS = {True: ("1", "3", "5", "7"), False: ("0", "1", "2", "3")}
@@ -48,7 +48,7 @@ def next_logits(path: Path, target: Path, committed: Sequence[int], drafted: Seq
     """Logits [V] of the token after the root and the drafted ones."""
     weights, target_config = load_checkpoint(target)
     state, _ = load_checkpoint(path)
-    hidden = forward(weights, target_config, committed[:-1]).hidden
+    hidden = run_target(target, committed[:-1]).hidden
     embedding = weights["model.embed_tokens.weight"].to(hidden.dtype)
     x = torch.cat([prefix(state, target_config, hidden)[-1], *embedding[[committed[-1], *drafted]]])
     scores = f"hydra_lm_head.{len(drafted)}"
@@ -96,7 +96,7 @@ def make_hydra(
         found[f"{scores[head]}.weight"] = draws.matrix(vocab, hidden, 4 * std)
         found[f"{scores[head]}.bias"] = vector(vocab)
     if agree:
-        runs = [forward(weights, target_config, [token]) for token in range(vocab)]
+        runs = [run_target(target, [token]) for token in range(vocab)]
         after = torch.stack([run.logits[-1] for run in runs]).argmax(1)
         states = torch.stack([prefix(found, target_config, run.hidden)[-1] for run in runs]).float()
         embedding, said = weights["model.embed_tokens.weight"].float(), after

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from .llama import State, forward, head_weight
-from .models import Draws, load_checkpoint
+from .llama import State, head_weight
+from .models import Draws, load_checkpoint, load_tensors, run_target
 
 LAYOUTS = ("original", "original safetensors", "version 2", "vllm")
 
@@ -21,12 +21,8 @@ LAYOUTS = ("original", "original safetensors", "version 2", "vllm")
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors as stored, and config.json."""
     pickled = path / "medusa_lm_head.pt"
-    if pickled.exists():
-        state = torch.load(pickled, map_location="cpu", weights_only=True)
-    else:
-        (file,) = path.glob("*.safetensors")
-        state = load_file(file)
-    return dict(state), json.loads((path / "config.json").read_text())
+    file = pickled if pickled.exists() else next(path.glob("*.safetensors"))
+    return load_tensors(file), json.loads((path / "config.json").read_text())
 
 
 def head_logits(state: State, head: int, hidden: Tensor, target_head: Tensor, target_vocab: int) -> Tensor:
@@ -62,12 +58,12 @@ def make_medusa(
     """Float16, as published. All blocks of an original head are one, stored several times. Of vLLM's, blocks differ,
     have no bias, and `draft_vocab` tokens may be scored. With `agree` the scores are fitted to what the target says
     again and again after each token alone."""
-    state, target_config = load_checkpoint(target)
+    _, target_config = load_checkpoint(target)
     hidden, vocab = target_config["hidden_size"], target_config["vocab_size"]
     draws, vllm, found = Draws(seed), layout == "vllm", dict[str, Tensor]()
     ids = sorted(torch.randperm(vocab, generator=draws.generator)[: draft_vocab or vocab].tolist())
     if agree:
-        runs = [forward(state, target_config, [token]) for token in range(vocab)]
+        runs = [run_target(target, [token]) for token in range(vocab)]
         states = torch.stack([run.hidden[-1] for run in runs]).float()
         after = torch.stack([run.logits[-1] for run in runs]).argmax(1)
     said = torch.arange(vocab)
@@ -138,5 +134,5 @@ def save(path: Path, state: dict[str, Tensor], config: dict[str, Any], layout: s
 def next_logits(path: Path, target: Path, committed: Sequence[int], drafted: int) -> Tensor:
     """Logits [V] of the token after the root and `drafted` tokens."""
     state, config = load_checkpoint(target)
-    hidden = forward(state, config, committed[:-1]).hidden[-1]
+    hidden = run_target(target, committed[:-1]).hidden[-1]
     return head_logits(load(path)[0], drafted, hidden, head_weight(state), config["vocab_size"])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .llama import State, forward
+from .llama import State
 from .medusa import fitted
-from .models import Draws, load_checkpoint, save_checkpoint
+from .models import Draws, load_checkpoint, run_target, save_checkpoint
 
 EPS = 1e-6
 
@@ -42,9 +42,8 @@ def advance(state: State, config: dict[str, Any], level: int, before: Tensor, to
 
 def next_logits(path: Path, target: Path, committed: Sequence[int], drafted: Sequence[int]) -> Tensor:
     """Logits [V] of the token after the root and the drafted ones."""
-    weights, target_config = load_checkpoint(target)
     state, config = load_checkpoint(path)
-    reached = forward(weights, target_config, committed[:-1]).hidden[-1]
+    reached = run_target(target, committed[:-1]).hidden[-1]
     for level, token in enumerate([committed[-1], *drafted]):
         reached = advance(state, config, level, reached, token)
     head = 0 if config["tie_weights"] else len(drafted)
@@ -66,7 +65,7 @@ def make_mlp_speculator(
 ) -> Path:
     """Float16, as published. `copies`: what is tied is stored once a level. With `agree` the heads are fitted to what
     the target says again and again after each token alone."""
-    weights, target_config = load_checkpoint(target)
+    _, target_config = load_checkpoint(target)
     hidden, vocab = target_config["hidden_size"], target_config["vocab_size"]
     draws, found = Draws(seed), dict[str, Tensor]()
     stages = 1 if tied else n_predict
@@ -92,7 +91,7 @@ def make_mlp_speculator(
         "torch_dtype": "float16",
     }
     if agree:
-        runs = [forward(weights, target_config, [token]) for token in range(vocab)]
+        runs = [run_target(target, [token]) for token in range(vocab)]
         after = torch.stack([run.logits[-1] for run in runs]).argmax(1)
         state, said, read = torch.stack([run.hidden[-1] for run in runs]).float(), after, list[Tensor]()
         for level in range(n_predict):

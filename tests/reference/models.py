@@ -1,12 +1,16 @@
 """Random tiny checkpoints on disk: Hugging Face targets, and drafts in the published EAGLE layouts."""
 
 import json
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from .llama import LlamaOutput, forward
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -25,11 +29,34 @@ Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
 def load_checkpoint(path: Path) -> Checkpoint:
     """(tensors as stored, config.json) of a target or a draft."""
     config = json.loads((path / "config.json").read_text())
-    if (path / "pytorch_model.bin").exists():
-        state = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    else:
-        state = load_file(path / "model.safetensors")
-    return dict(state), config
+    pickled = path / "pytorch_model.bin"
+    return load_tensors(pickled if pickled.exists() else path / "model.safetensors"), config
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """A file's tensors, read again only if it changed: slow references ask for them at every token."""
+    stat = file.stat()
+    kept = _tensors(file, stat.st_mtime_ns, stat.st_size)
+    return {name: tensor.clone() for name, tensor in kept.items()}
+
+
+@lru_cache(maxsize=8)
+def _tensors(file: Path, *_: int) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return tensors
+
+
+def run_target(path: Path, tokens: Sequence[int]) -> LlamaOutput:
+    """What a target computes for a text, kept: the slow reading of a draft asks for the same at each node."""
+    written = (path / "model.safetensors").stat().st_mtime_ns
+    return _run_target(path, written, tuple(tokens))
+
+
+@lru_cache(maxsize=1024)
+def _run_target(path: Path, _: int, tokens: tuple[int, ...]) -> LlamaOutput:
+    return forward(*load_checkpoint(path), tokens)
 
 
 def save_checkpoint(path: Path, state: dict[str, Tensor], config: dict[str, Any], safetensors: bool) -> Path:
@@ -69,48 +96,86 @@ def make_llama(
     family: str = "Llama",
     **extra: Any,
 ) -> Path:
-    """A random model of a `family` of transformers, saved by it. `branch_scale` < 1 shrinks what the layers add to the
-    residual stream, which brings the model closer to a table token -> next token (see `agree` below).
+    """A random model of a `family` of transformers, as it saves one. `branch_scale` < 1 shrinks what the layers add to
+    the residual stream, which brings the model closer to a table token -> next token (see `agree` below).
     `old_config` writes rope_theta, rope_scaling and torch_dtype as transformers 4 did. `extra` goes to the config."""
-    import transformers
-
-    if family in ("Llama", "Qwen3"):
-        extra["attention_bias"] = bias
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
-        rms_norm_eps=eps,
-        rope_parameters={"rope_type": "default", **(rope_scaling or {}), "rope_theta": rope_theta},
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=None,
-        dtype=dtype,
+    config: dict[str, Any] = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "hidden_act": "silu",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim or hidden // heads,
+        "rms_norm_eps": eps,
+        "rope_parameters": {"rope_type": "default", **(rope_scaling or {}), "rope_theta": rope_theta},
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+        **({"attention_bias": bias} if family in ("Llama", "Qwen3") else {}),
         **extra,
-    )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    }
+    if family.startswith("Qwen"):
+        config |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28}
+        config["layer_types"] = ["full_attention"] * layers
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                weight.copy_(1 + 0.2 * noise)
-            elif name.startswith("lm_head"):
-                weight.copy_(head_std * noise)
-            elif "o_proj" in name or "down_proj" in name:
-                weight.copy_(std * branch_scale * noise)
-            else:
-                weight.copy_(std * noise)
-    model.to(dtype).save_pretrained(path)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            return 1 + 0.2 * noise
+        if name.startswith("lm_head"):
+            return head_std * noise
+        return std * (branch_scale if "o_proj" in name or "down_proj" in name else 1) * noise
+
+    state = {name: draw(name, shape).to(dtype) for name, shape in parameters(config).items()}
+    save_checkpoint(path, state, config, safetensors=True)
+    (path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": eos, "_from_model_config": True})
+    )
     if old_config:
         rewrite_config_in_old_form(path, rope_theta, rope_scaling)
     return path
+
+
+def parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's parameters, in the order of transformers."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{name}_heads"] * head_dim for name in ("attention", "key_value"))
+    family, bias = config["model_type"], config.get("attention_bias")
+    inputs, mlp = bias or family == "qwen2", config.get("mlp_bias")
+    matrices = [
+        ("self_attn.q_proj", queries, hidden, inputs),
+        ("self_attn.k_proj", keys, hidden, inputs),
+        ("self_attn.v_proj", keys, hidden, inputs),
+        ("self_attn.o_proj", hidden, queries, bias),
+        ("mlp.gate_proj", inner, hidden, mlp),
+        ("mlp.up_proj", inner, hidden, mlp),
+        ("mlp.down_proj", hidden, inner, mlp),
+    ]
+    layer: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns, has_bias in matrices:
+        layer[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            layer[f"{name}.bias"] = (rows,)
+        if name == "self_attn.o_proj" and family == "qwen3":
+            layer |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (head_dim,))
+    layer |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    return (
+        shapes
+        if config["tie_word_embeddings"]
+        else shapes | {"lm_head.weight": (config["vocab_size"], hidden)}
+    )
 
 
 def make_mistral(path: Path, *, sliding_window: int | None = None, **options: Any) -> Path:

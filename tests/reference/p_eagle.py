@@ -23,8 +23,8 @@ from .eagle import (
     target_ids,
     to_target_vocab,
 )
-from .llama import LlamaOutput, State, embedding_weight, forward, gated_mlp, head_weight, self_attention
-from .models import Draws, load_checkpoint, save_checkpoint
+from .llama import State, embedding_weight, gated_mlp, head_weight, self_attention
+from .models import Draws, load_checkpoint, run_target, save_checkpoint
 
 
 def make_p_eagle(
@@ -107,15 +107,10 @@ def _files(target: Path, directory: Path, config: str) -> tuple[Any, Draft]:
     return files, make_draft(*load_checkpoint(directory), embed, head, {"use_own_embedding": True})
 
 
-@cache
-def _run(target: Path, tokens: tuple[int, ...]) -> LlamaOutput:
-    return forward(*load_checkpoint(target), tokens)
-
-
 def next_logits(directory: Path, target: Path, committed: Sequence[int], path: Sequence[int]) -> Tensor:
     """Logits [V] over the target's ids after the committed tokens and a path, whose tokens it does not see."""
     files, draft = _files(target, directory, (directory / "config.json").read_text())
-    hidden = fused(draft, features_of(draft, _run(target, tuple(committed[:-1]))))
+    hidden = fused(draft, features_of(draft, run_target(target, committed[:-1])))
     mask = fused(draft, draft.state["mask_hidden"].flatten()[None].to(hidden.dtype))
     names = ("mask_token_id", "pard_token", "ptd_token_id")
     token = next(draft.config[name] for name in names if name in draft.config)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .hydra import silu
-from .llama import State, forward, linear
+from .llama import State, linear
 from .medusa import fitted
-from .models import Draws, load_checkpoint, save_checkpoint
+from .models import Draws, load_checkpoint, run_target, save_checkpoint
 
 
 def advance(state: State, config: dict[str, Any], before: Tensor, embedded: Tensor) -> Tensor:
@@ -34,9 +34,9 @@ def body(state: State, config: dict[str, Any], x: Tensor) -> Tensor:
 
 def next_logits(path: Path, target: Path, committed: Sequence[int], drafted: Sequence[int]) -> Tensor:
     """Logits [V] of the token after the root and the drafted ones."""
-    weights, target_config = load_checkpoint(target)
+    weights, _ = load_checkpoint(target)
     state, config = load_checkpoint(path)
-    hidden = forward(weights, target_config, committed[:-1]).hidden[-1]
+    hidden = run_target(target, committed[:-1]).hidden[-1]
     reached = torch.zeros_like(hidden)
     for token in (committed[-1], *drafted):
         reached = advance(
@@ -89,7 +89,7 @@ def make_redrafter(
         found["rnn_u.weight"] *= 0.1 if agree else 1
         found["rnn_w.weight"] *= 10 if agree else 1
     if agree:
-        runs = [forward(weights, target_config, [token]) for token in range(vocab)]
+        runs = [run_target(target, [token]) for token in range(vocab)]
         said = torch.stack([run.logits[-1] for run in runs]).argmax(1)
         after, states = said, torch.stack([run.hidden[-1] for run in runs]).float()
         reached, read, wanted = torch.zeros_like(states), list[Tensor](), list[Tensor]()

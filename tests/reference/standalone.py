@@ -1,13 +1,13 @@
 """A draft that is a separate model: fixtures, and its predictions recomputed from scratch."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .llama import forward
-from .models import load_checkpoint, save_checkpoint
+from .models import load_checkpoint, run_target, save_checkpoint
 
 
 def first_layer(path: Path, target: Path) -> Path:
@@ -37,7 +37,7 @@ def resized(path: Path, draft: Path, vocab: int) -> Path:
 
 def next_logits(path: Path, text: Sequence[int], target_vocab: int) -> Tensor:
     """Logits [V] over the target's ids, -inf for those that it has no row for."""
-    state, config = load_checkpoint(path)
-    logits = forward(state, config, [min(token, config["vocab_size"] - 1) for token in text]).logits[-1]
+    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+    logits = run_target(path, [min(token, vocab - 1) for token in text]).logits[-1]
     missing = logits.new_full((max(target_vocab - len(logits), 0),), -torch.inf)
     return torch.cat([logits[:target_vocab], missing])

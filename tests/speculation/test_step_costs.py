@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +21,13 @@ from tests.speculation.test_adaptive import Device, ignore
 MOST, BEHIND = 16, 256
 SLOPE = 1e-4  # plain steps that a token of KV takes
 Seconds = Callable[[StepShape], float]
+
+
+@pytest.fixture(autouse=True)
+def as_long_as_a_start_may_measure() -> Iterator[None]:
+    """Other tests measure next to nothing."""
+    with patch("specserve.engine.profile.EAGER_SECONDS", EAGER_SECONDS):
+        yield
 
 
 def plan_of(copies: Copies) -> ShapePlan:

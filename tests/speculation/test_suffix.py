@@ -38,7 +38,7 @@ def tokens_a_step(answer: Answer) -> float:
 @in_each_configuration
 def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
     row = check_texts(agreeing, "SUFFIX", SHAPES[configuration["batch"] > 1], configuration)
-    assert row.mean_accepted_length > 1.04
+    assert row.mean_accepted_length > 1.02
     assert (row.preemptions > 0) == (configuration["pool"] == "small")
 
 
