@@ -51,6 +51,7 @@ class Setting:
     high: float = math.inf
     check: Check | None = None
     secret: bool = False
+    has_none: bool = False  # None is a value, not the lack of one
 
     @property
     def flag(self) -> str:
@@ -106,19 +107,20 @@ def convert(declared: Setting, raw: Any, label: str) -> Value:
 def check_value(declared: Setting, value: Any, label: str) -> None:
     """Raise ValueError, with ``label`` and the accepted values, unless ``value`` is one of them."""
     if value is None:
-        if declared.default is not None:
+        if declared.default is not None and not declared.has_none:
             raise ValueError(f"{label}: needs a value")
         return
     kind = VALUE_TYPES[declared.kind]
     if not kind.accepts(value):
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
-        raise ValueError(f"{label}: must be {kind.words}, found {found}")
+        raise ValueError(f"{label}: must be {_words(declared)}, found {found}")
     if declared.choices and value not in declared.choices:
         if why := declared.refused.get(value.lower()):
             raise ValueError(f"{label}: {value} is refused: {why}")
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:
-        raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}, found {value}")
+        none = " or none" if declared.has_none else ""
+        raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}{none}, found {value}")
     if declared.check and (problem := declared.check(value)):
         raise ValueError(f"{label}: {problem}")
 
@@ -127,10 +129,12 @@ def _convert(declared: Setting, raw: Any, label: str) -> Value:
     """Convert a value if possible. Refuses text that can't be; ``check_value`` refuses the rest."""
     if isinstance(raw, str):
         text = raw if declared.kind is tuple else raw.strip()
+        if declared.has_none and text.lower() == "none":
+            return None
         try:
             value = VALUE_TYPES[declared.kind].parse(text)
         except (ValueError, KeyError):
-            raise ValueError(f"{label}: must be {VALUE_TYPES[declared.kind].words}, found {text!r}") from None
+            raise ValueError(f"{label}: must be {_words(declared)}, found {text!r}") from None
         return {choice.lower(): choice for choice in declared.choices}.get(text.lower(), value)
     if declared.kind is tuple and isinstance(raw, list):
         return tuple(raw)
@@ -139,6 +143,10 @@ def _convert(declared: Setting, raw: Any, label: str) -> Value:
     if declared.kind is str and isinstance(raw, bool) and {"on", "off"} <= set(declared.choices):
         return "on" if raw else "off"  # YAML reads a bare on or off as a boolean
     return raw  # type: ignore[no-any-return]
+
+
+def _words(declared: Setting) -> str:
+    return VALUE_TYPES[declared.kind].words + (" or none" if declared.has_none else "")
 
 
 def _are_names(value: Any) -> bool:

@@ -22,8 +22,8 @@ class EngineConfig:
     None has a meaning in some fields. ``cpu_threads``: the fastest number up to ``cores``, as measured.
     ``max_total_tokens``: what ``mem_fraction_static`` allows. ``largest_graph`` (the largest batch
     with a CUDA graph): no graphs. ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or, if
-    ``adaptive``, the controller's choice. ``request_defaults``: sampling parameters of requests that
-    don't set them; the front applies them.
+    ``adaptive``, the controller's choice. ``speculative_max_slowdown``: no bound. ``request_defaults``: sampling
+    parameters of requests that don't set them; the front applies them.
     """
 
     model: ModelConfig
@@ -50,6 +50,7 @@ class EngineConfig:
     draft: DraftSettings | None
     shape: tuple[int, int, int] | None
     adaptive: bool
+    speculative_max_slowdown: float | None
     request_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -321,6 +321,14 @@ class Settings:
         "Choose each step's shape, plain decoding included, by measured cost and acceptance. Default: true unless the "
         "three numbers are given. true with the three numbers is an error; false without them means (3, 1, 4).",
     )
+    speculative_max_slowdown: float | None = speculation(
+        1.1,
+        "Most time that the controller lets the recent steps of any request take, as a ratio to plain decoding's time "
+        "for as many tokens at the same batch size: requests whose drafts miss also wait for the drafts of others. "
+        "none: only all requests together count.",
+        low=1,
+        has_none=True,
+    )
     speculative_token_map: str | None = speculation(
         None,
         "Tokens that the draft may guess (FR-Spec): a file of target token ids, `org/name/file` of the hub, or "

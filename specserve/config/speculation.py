@@ -61,6 +61,13 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: Notes) -> Set
     return _fit(settings, notes)
 
 
+def resolve_slowdown(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+    """Note a bound that nothing obeys."""
+    if settings.method is None or settings.speculative_adaptive:
+        return settings
+    return settings.without(("speculative_max_slowdown",), ": all steps have one shape", notes)
+
+
 def resolve_token_map(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     """Check the settings of the token map. Raises ValueError for a method that can't use one, and for settings of a
     dynamic map without one.
@@ -100,7 +107,9 @@ def _without_unused(settings: Settings, method: Method | None, notes: Notes) -> 
     if method is None:
         idle = {"speculative_adaptive": False, QUANTIZATION: "none"}
         rest = [name for name, declared in SETTINGS.items() if declared.group == SPECULATION]
-        unused = [name for name in rest[1:] if getattr(settings, name) != idle.get(name)]
+        unused = [
+            name for name in rest[1:] if getattr(settings, name) != idle.get(name, SETTINGS[name].default)
+        ]
         return settings.without(unused, f": speculative_algorithm is {algorithm}", notes)
     for names, read, why in (
         (weights, method.needs_draft, f"{method.name} has no weights"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Protocol
 
 from specserve_kernels import tree_pool_size
@@ -139,13 +140,14 @@ def cut(speculation: Speculation, drafts: Drafts) -> Speculation:
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
     """All shapes that an engine may run: ``speculation`` in every step, or, if ``adaptive``, the controller's
-    candidates."""
+    candidates. ``most_slowdown``: as ``Controller``'s."""
 
     speculation: Speculation | None
     adaptive: bool
     most_slots: int
     padding: Padding = Padding()
     drafts: Drafts = ANY
+    most_slowdown: float = inf
 
     def candidates(self, slots: int) -> list[StepShape]:
         """Return the shapes that a batch of ``slots`` may run, plain decoding first."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -221,7 +222,9 @@ def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
 def shape_plan(config: EngineConfig) -> ShapePlan:
     """Return the shapes that steps may have. Those within the batch buckets are captured."""
     padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
-    return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding, config.drafts)
+    slowdown = inf if config.speculative_max_slowdown is None else config.speculative_max_slowdown
+    slots = config.max_running_requests
+    return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, slowdown)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
@@ -243,7 +246,8 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
         plain, *drafted = plan.candidates(slots)
         return [plain, *(shape for shape in drafted if shape in graphs.steps or not graphs.steps)]
 
-    return Controller(captured, cost, Acceptance(searches=plan.drafts.copies == "all"))
+    acceptance = Acceptance(searches=plan.drafts.copies == "all")
+    return Controller(captured, cost, acceptance, plan.most_slowdown)
 
 
 def _speculation_info(plan: ShapePlan) -> object:

@@ -156,6 +156,8 @@ def test_values_of_all_kinds() -> None:
         ("--port", {}, "--port: expected one argument"),
         ("--port x", {}, "--port: must be an integer, found 'x'"),
         ("--port 70000", {}, "--port: must be from 0 to 65535, found 70000"),
+        ("--speculative-max-slowdown 0.9", {}, "must be at least 1 or none, found 0.9"),
+        ("--speculative-max-slowdown x", {}, "--speculative-max-slowdown: must be a number or none, found 'x'"),
         ("--page-size 3", {}, "--page-size: must be a power of two from 1 to 256, found 3"),
         ("--mem-fraction nan", {}, "--mem-fraction-static: must be a number"),
         ("--disable-radix-cache maybe", {}, "--disable-radix-cache: must be true or false, found 'maybe'"),
@@ -370,6 +372,11 @@ def test_the_same_bits_are_told(model: str) -> None:
             "--enable-torch-compile, --torch-compile-max-bs",
         ),
         ("--revision main", "--revision"),
+        ("--speculative-max-slowdown none", "--speculative-max-slowdown"),
+        (
+            "--speculative-algorithm NGRAM --speculative-adaptive false --speculative-max-slowdown 1.2",
+            "--speculative-max-slowdown",
+        ),
     ],
 )
 def test_what_has_no_effect_is_a_warning(
@@ -624,6 +631,15 @@ def test_bundled_drafts_need_no_path(algorithm: str) -> None:
     assert draft == config_paths.BUNDLED_DRAFTS[algorithm]
     assert {file.suffix for file in draft.iterdir()} == {".json", ".safetensors"}
     assert any("using the bundled draft" in note for note in notes)
+
+
+def test_none_is_no_bound(model: str, tmp_path: Path) -> None:
+    assert load("").speculative_max_slowdown == 1.1
+    assert load("--speculative-max-slowdown none").speculative_max_slowdown is None
+    (tmp_path / "conf.yaml").write_text("speculative_max_slowdown: none\n")
+    assert load(f"--config {tmp_path / 'conf.yaml'}").speculative_max_slowdown is None
+    given = speculative(model, speculative_max_slowdown=None)
+    assert resolve(given, LLAMA)[0].speculative_max_slowdown is None
 
 
 def test_without_a_shape_and_not_adaptive(model: str) -> None:

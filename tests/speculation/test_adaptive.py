@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import mode
 
 import numpy as np
@@ -42,12 +43,13 @@ class Device:
     stops: bool = False
     masks: float = 0.0  # seconds of the host for a node, 0: steps are not masked
     noise: float = 0.02
+    effects: Sequence[RequestEffect] = ()
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def run(self, choose: Callable[[Batch], StepShape], observe: Callable[..., None], steps: int) -> float:
         """Tokens a second over ``steps``."""
         caps = self.caps or [FREE] * len(self.accepts)
-        effects = [RequestEffect(cap) for cap in caps]
+        effects = self.effects = self.effects or [RequestEffect(cap) for cap in caps]
         rooms, tokens, clock = [self.room] * len(effects), 0, 0.0
         batch = Batch(effects, rooms, self.kv_tokens, self.begun, bool(self.masks))
         for _ in range(steps):
@@ -74,10 +76,10 @@ class Device:
         return StepOutcome(*(each_R.tolist() for each_R in found), kept=stopped or None, stopped=stopped)
 
 
-def controller() -> Controller:
+def controller(most_slowdown: float = inf) -> Controller:
     sizes = (1, 4, 16, 32, 64, 128, 256)
     table = {shape: seconds(shape) for size in sizes for shape in candidate_shapes(size)}
-    return Controller(candidate_shapes, CostModel(table, KV_SECONDS))
+    return Controller(candidate_shapes, CostModel(table, KV_SECONDS), most_slowdown=most_slowdown)
 
 
 def ignore(*_: object) -> None:
@@ -201,7 +203,7 @@ def test_what_is_not_found_is_not_accepted(shape: StepShape) -> None:
         given = StepOutcome([1], [0], [0], [0]) if step % 10 else StepOutcome([4], [3], [3], [3])
         for acceptance in (searched, offered):
             acceptance.observe(shape, [RequestEffect(FREE)], given)
-    expected = [each.expected(shape, np.zeros(1), np.array([FREE])) for each in (searched, offered)]
+    expected = [each.expected(shape, np.zeros(1), np.array([FREE])).sum() for each in (searched, offered)]
     assert expected[0] == pytest.approx(1.3, abs=0.2)
     assert expected[1] > 3
 
@@ -213,8 +215,8 @@ def test_trees_tell_what_chains_would_have_given() -> None:
         acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([3], [15], [4], [2]))
         acceptance.observe(tree, [RequestEffect(FREE)], StepOutcome([3], [15], [4], [0]))
     alone = np.zeros(1), np.array([FREE])
-    assert acceptance.expected(tree, *alone) == pytest.approx(3, abs=0.15)
-    assert acceptance.expected(StepShape(1, 5, 4, 1), *alone) == pytest.approx(2, abs=0.15)
+    assert acceptance.expected(tree, *alone).sum() == pytest.approx(3, abs=0.15)
+    assert acceptance.expected(StepShape(1, 5, 4, 1), *alone).sum() == pytest.approx(2, abs=0.15)
 
 
 def test_a_request_is_known_by_its_own_acceptance() -> None:
@@ -272,7 +274,7 @@ def test_what_an_average_request_accepts_stays_known() -> None:
             effect = RequestEffect(FREE)
         accepted = int((generator.random(4) < 0.4).cumprod().sum())
         acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [accepted]))
-    found = acceptance.expected(shape, np.zeros(1), np.array([FREE]))
+    found = acceptance.expected(shape, np.zeros(1), np.array([FREE])).sum()
     assert found == pytest.approx(1 + 0.4 + 0.16 + 0.064 + 0.026, abs=0.2)
 
 
@@ -305,7 +307,7 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
     assert acceptance.levels(CHAIN, 3).tolist() == alone.levels(CHAIN, 3).tolist()
     assert (usual.shift, foretold.shift) == (other.shift, 0)
     both = np.array([0.0, usual.shift]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])
-    assert 4.5 < acceptance.expected(shape, *both) < 5.1
+    assert 4.5 < acceptance.expected(shape, *both).sum() < 5.1
     wrong = RequestEffect(FREE, predicted=True)
     for _ in range(60):
         wrong.follow(0, 1)
@@ -350,7 +352,7 @@ def test_nothing_is_drafted_for_tokens_that_nobody_asked_for() -> None:
 def test_a_shape_without_a_node_to_draft_gives_one_token() -> None:
     """And is none of the candidates."""
     nothing = np.zeros(4), np.full(4, FREE)
-    assert Acceptance().expected(StepShape(4, 4, 3, 1), *nothing) == 4
+    assert Acceptance().expected(StepShape(4, 4, 3, 1), *nothing).sum() == 4
     for slots in (511, 512, 600):
         assert all(shape.nodes > slots for shape in candidate_shapes(slots)[1:])
 
@@ -405,11 +407,35 @@ def test_a_budget_goes_where_it_is_likely_to_pay() -> None:
     """With 4 nodes for two requests, an easy one's deep nodes beat a hard one's first."""
     acceptance = Acceptance()
     shape, caps = StepShape(2, 6, 4, 1), np.array([FREE, FREE])
-    equal = acceptance.expected(shape, np.array([1.0, 1.0]), caps)
-    unequal = acceptance.expected(shape, np.array([1.6, 0.1]), caps)
+    equal = acceptance.expected(shape, np.array([1.0, 1.0]), caps).sum()
+    unequal = acceptance.expected(shape, np.array([1.6, 0.1]), caps).sum()
     assert unequal > equal
-    half = acceptance.expected(StepShape(1, 5, 4, 1), np.array([1.6]), caps[:1])
+    half = acceptance.expected(StepShape(1, 5, 4, 1), np.array([1.6]), caps[:1]).sum()
     assert unequal >= half + 1
+
+
+@pytest.mark.parametrize("slots", [4, 16, 64])
+def test_nobody_pays_more_than_the_bound_for_the_drafts_of_others(slots: int) -> None:
+    paid, rates, plain = {}, {}, slots / seconds(StepShape.plain(slots))
+    for bound in (1.03, 1.1, 9.0):
+        control, device = controller(bound), Device([0.9, 0.0] * (slots // 2))
+        device.run(control.choose, control.observe, 300)
+        rates[bound] = device.run(control.choose, control.observe, 600) / plain
+        paid[bound] = max(effect.spent / effect.plain for effect in device.effects)
+    assert paid[1.03] < 1.06  # one choice, of eight steps, may be wrong
+    assert paid[1.1] < 1.11
+    assert paid[9.0] > 1.5
+    assert 1.02 < rates[1.03] < rates[1.1]
+
+
+@pytest.mark.parametrize("accepts", [0.4, 0.7])
+@pytest.mark.parametrize("slots", [1, 16, 64])
+def test_the_bound_costs_nothing_where_all_gain(accepts: float, slots: int) -> None:
+    rates = []
+    for bound in (1.1, inf):
+        control, device = controller(bound), Device([accepts] * slots)
+        rates.append(device.run(control.choose, control.observe, 800))
+    assert rates[0] > 0.98 * rates[1]
 
 
 def test_costs_are_refreshed_and_outliers_count_little() -> None:

@@ -28,8 +28,11 @@ CHAIN: Family = (1, 0, 0)
 
 FORGET = 0.995  # decay of a level's evidence, at each step that tests it
 IDLE_FORGET = 0.999  # its decay at each step that does not
-EFFECT_FORGET = 0.97  # decay of a request's counts, at each of its steps
+EFFECT_FORGET = 0.97  # decay of a request's counts, at each of its steps that drafts
+EFFECT_IDLE_FORGET = 0.995  # its decay at each step that does not
+SPENT_FORGET = 0.99  # decay of a request's step time, at each of its steps
 EFFECT_PRIOR = 2.0  # prior information (eight tested levels) that a request is like the others
+TAILS = 1.0  # degrees of freedom of that prior, which is Student's: a few requests are not like the others
 PRIOR_PREDICTED = 0.8  # prior probability that a predicted text is right
 PRIOR_DUE = 0.3  # prior probability that a grammar forces the next token
 PREDICTED_TESTS = 10.0  # weight of these two priors, in tokens
@@ -52,6 +55,8 @@ class RequestEffect:
     ``predicted``: the request has a predicted text, its own or forced by a grammar, which determines its acceptance
     instead of the draft's quality. ``predicted_hits`` of ``tokens`` tokens were predicted. Both start from a prior that
     decays.
+
+    ``spent``: seconds of its recent steps. ``plain``: seconds in which plain decoding would have given their tokens.
     """
 
     cap: int
@@ -60,6 +65,8 @@ class RequestEffect:
     information: float = 0.0
     predicted_hits: float = PREDICTED_TESTS * PRIOR_PREDICTED
     tokens: float = PREDICTED_TESTS
+    spent: float = 0.0
+    plain: float = 0.0
 
     @classmethod
     def of(cls, cap: int, params: SamplingParams) -> RequestEffect:
@@ -69,7 +76,10 @@ class RequestEffect:
 
     @property
     def shift(self) -> float:
-        return self.residual / (self.information + EFFECT_PRIOR)
+        """One iteration of reweighting from a normal prior to Student's, which leaves outliers alone."""
+        usual = self.residual / (self.information + EFFECT_PRIOR)
+        weight = (TAILS + 1) / (TAILS + EFFECT_PRIOR * usual * usual)
+        return self.residual / (self.information + EFFECT_PRIOR * min(weight, 1.0))
 
     @property
     def floor(self) -> float:
@@ -88,10 +98,15 @@ class RequestEffect:
         self.predicted_hits = EFFECT_FORGET * self.predicted_hits + predicted_hits
         self.tokens = EFFECT_FORGET * self.tokens + min(predicted_hits + 1, emitted)
 
-    def forget(self) -> None:
+    def pay(self, seconds: float, plain: float) -> None:
+        """Count a step's time, and that of plain decoding for as many tokens."""
+        self.spent = SPENT_FORGET * self.spent + seconds
+        self.plain = SPENT_FORGET * self.plain + plain
+
+    def forget(self, share: float) -> None:
         """Decay the evidence of earlier steps: without more of it a request becomes like the others again."""
-        self.residual *= EFFECT_FORGET
-        self.information *= EFFECT_FORGET
+        self.residual *= share
+        self.information *= share
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +250,13 @@ class Acceptance:
         caps: Ints,
         floors: Floats | float = 0.0,
         ends: float = 0.0,
-    ) -> float:
-        """Return the expected tokens of a step of ``shape`` for a batch. Chains share the budget of nodes by select's
-        own rule, the likeliest nodes of all requests; a tree's estimates already hold for its budget. ``ends``: the
-        probability that a token ends its request, which makes later tokens useless."""
+    ) -> Floats:
+        """Return the expected tokens ``[R]`` of a step of ``shape`` for each request. Chains share the budget of nodes
+        by select's own rule, the likeliest nodes of all requests; a tree's estimates already hold for its budget.
+        ``ends``: the probability that a token ends its request, which makes later tokens useless."""
         slots, budget = len(shifts), shape.nodes - shape.slots
         if not shape.levels or not budget:
-            return float(slots)
+            return np.ones(slots)
         family = family_of(shape)
         odds_S = self._family_odds(family, shape.depth)
         each_RS = np.maximum(_chance(odds_S + shifts[:, None]), np.reshape(floors, (-1, 1)))
@@ -249,9 +264,9 @@ class Acceptance:
         depth_S = np.arange(1, shape.depth + 1)
         reached_RS[depth_S > caps[:, None]] = 0
         kept_RS = reached_RS * (1 - ends) ** depth_S
-        if family != CHAIN or budget >= kept_RS.size:
-            return slots + float(kept_RS.sum())
-        return slots + float(np.partition(kept_RS, -budget, axis=None)[-budget:].sum())
+        if family == CHAIN and budget < kept_RS.size:
+            kept_RS.ravel()[np.argpartition(kept_RS, -budget, axis=None)[:-budget]] = 0
+        return np.asarray(1 + kept_RS.sum(1))
 
     def observe(self, shape: StepShape, effects: Sequence[RequestEffect], outcome: StepOutcome) -> None:
         """Learn from a step. Requests guided by a predicted text are left out: their acceptance says nothing about the
@@ -259,7 +274,7 @@ class Acceptance:
         self._step += 1
         own = [index for index in range(len(effects)) if index not in outcome.guided]
         for index in own:
-            effects[index].forget()
+            effects[index].forget(EFFECT_FORGET if outcome.drafted[index] else EFFECT_IDLE_FORGET)
         if not shape.levels or not own:
             return
         shift_R = np.array([effects[index].shift for index in own])

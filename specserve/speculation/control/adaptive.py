@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from functools import partial
+from math import exp, inf
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specserve.speculation.control.acceptance import Acceptance, Floats, Ints, RequestEffect, StepOutcome
+from specserve.speculation.control.acceptance import Acceptance, Floats, RequestEffect, StepOutcome
 from specserve.speculation.control.cost import OUTLIER, CostModel
 from specserve.speculation.shape import StepShape
 
@@ -78,11 +80,14 @@ class _PerToken:
 
 @dataclass(slots=True)
 class Controller:
-    """``candidates(slots)`` returns the shapes that a batch of this size may have, plain decoding first."""
+    """``candidates(slots)`` returns the shapes that a batch of this size may have, plain decoding first.
+    ``most_slowdown``: bound of the time of any request's recent steps, as a ratio to plain decoding's for as many
+    tokens. A step serves all requests, and those whose drafts miss pay for its length."""
 
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel
     acceptance: Acceptance = field(default_factory=Acceptance)
+    most_slowdown: float = inf
     _turnover: _PerToken = field(default_factory=_PerToken)  # requests that begin
     _ends: _PerToken = field(default_factory=_PerToken)  # requests that a stop token ends
     _present: _Kind | None = None
@@ -111,9 +116,19 @@ class Controller:
         caps = np.minimum([effect.cap for effect in batch.effects], batch.rooms)
         if len(shapes) == 1 or not caps.any():
             return shapes[0], self._step + 1
-        shifts = np.array([effect.shift for effect in batch.effects])
-        floors = np.array([effect.floor for effect in batch.effects])
-        rates, seconds = self._rates(shapes, batch, shifts, caps, floors)
+        shifts, floors, spent, plain = (
+            np.array([getattr(effect, name) for effect in batch.effects])
+            for name in ("shift", "floor", "spent", "plain")
+        )
+        expects = partial(
+            self.acceptance.expected, shifts=shifts, caps=caps, floors=floors, ends=min(self._ends.value, 1.0)
+        )
+        expected_SR = np.array([expects(shape) for shape in shapes])
+        seconds = np.array([self.cost.seconds(shape, batch.kv_tokens, batch.masked) for shape in shapes])
+        bearable = self._bearable(expected_SR, seconds, spent, plain)
+        tokens = expected_SR.sum(1)
+        seconds = np.array([self._with_prompts(*each) for each in zip(seconds, tokens, strict=True)])
+        rates = np.where(bearable, tokens / seconds, 0)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, seconds, best, batch)
         hold = min(HOLD, 1 + self._step // 16)  # the first steps teach the most
@@ -124,24 +139,20 @@ class Controller:
         self._last_run[_kind(shapes[chosen])] = until - 1
         return shapes[chosen], until
 
-    def _rates(
-        self,
-        shapes: Sequence[StepShape],
-        batch: Batch,
-        shifts: Floats,
-        caps: Ints,
-        floors: Floats,
-    ) -> tuple[Floats, Floats]:
-        """Return each shape's expected tokens/s, and its seconds including its share of prompt launches: where requests
-        end at every step, steps that give more tokens need fewer of them."""
-        ends = min(self._ends.value, 1.0)
-        tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors, ends) for shape in shapes])
-        seconds = np.array([self.cost.seconds(shape, batch.kv_tokens, batch.masked) for shape in shapes])
-        whole = [self._with_prompts(*each) for each in zip(seconds, tokens, strict=True)]
-        return tokens / np.array(whole), np.array(whole)
+    def _bearable(
+        self, expected_SR: Floats, seconds_S: Floats, spent_R: Floats, plain_R: Floats
+    ) -> NDArray[np.bool_]:
+        """Return which shapes, plain decoding first, keep every request within ``most_slowdown``, over its recent steps
+        and the next ones."""
+        will_SR = spent_R + HOLD * seconds_S[:, None]
+        slowdown_SR = will_SR / (plain_R + HOLD * seconds_S[0] * expected_SR)
+        bearable_S = (slowdown_SR <= self.most_slowdown).all(1)
+        bearable_S[0] = True
+        return np.asarray(bearable_S)
 
     def _with_prompts(self, seconds: float, tokens: float) -> float:
-        """Return a step's time plus that of the prompt launches that follow from the requests it ends."""
+        """Return a step's time plus that of the prompt launches that follow from the requests it ends: where requests
+        end at every step, steps that give more tokens need fewer of them."""
         return seconds + self.cost.prompts * (1 - exp(-self._turnover.value * tokens))
 
     def _steady(self, shapes: Sequence[StepShape], rates: Floats) -> int:
@@ -164,7 +175,7 @@ class Controller:
         losses = seconds * (1 - rates / rates[best])
         for index in np.argsort(-rates):
             stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
-            if stale and losses[index] <= self.allowance:
+            if stale and rates[index] and losses[index] <= self.allowance:
                 batch.probed_at = float(rates[best])
                 return int(index)
         return None
@@ -181,8 +192,13 @@ class Controller:
     def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
         """Learn from a step. A probe is charged what it actually lost, without pauses, which would have come anyway."""
         tokens = outcome.tokens
+        context = batch.kv_tokens, batch.masked
+        believed = min(seconds, OUTLIER * self.cost.seconds(shape, *context))
+        if self.most_slowdown < inf:
+            plain = self.cost.seconds(self.plain(len(batch.effects)), *context)
+            for effect, emitted in zip(batch.effects, outcome.emitted, strict=True):
+                effect.pay(believed, plain * emitted)
         if batch.probed_at is not None:
-            believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens, batch.masked))
             self.allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
         self.acceptance.observe(shape, batch.effects, outcome)
         self._turnover.observe(batch.begun, tokens)
