@@ -63,14 +63,14 @@ async def send_all(url: str, work: list[bytes]) -> list[tuple[Reply, float]]:
 
 def test_load(server: Server, expected: Expected) -> None:
     """More clients than places, so that some come again."""
-    run = load(server, Plan(server.url, *expected, CLIENTS, requests=200, patience=0.5))
+    run = load(server, Plan(server.url, *expected, CLIENTS, requests=100, aborted=0.3, patience=0.5))
     assert faults(run, exact=True, timed=False) == []
     outcome = run.outcome
-    assert outcome.right >= 150
-    assert outcome.right + outcome.left.total() + outcome.refused.total() == 200
+    assert outcome.right >= 65
+    assert outcome.right + outcome.left.total() + outcome.refused.total() == 100
     assert outcome.left["before it"] > 2
     assert outcome.left["within the answer"] > 2
-    assert outcome.refused.total() == 10
+    assert outcome.refused.total() == 5
     assert outcome.retries > 0
     assert "10 drafted for 1000 generated tokens" in faults(replace(run, drafted=10, tokens=1000), exact=True)
 
@@ -93,13 +93,13 @@ def test_clients_that_leave_an_answer_that_is_not_streamed(server: Server, expec
 
 def test_a_reader_that_stalls(server: Server, expected: Expected) -> None:
     """It gets all when it reads at last, and until then others are answered as if it were not there."""
-    fields = {"model": "specserve-chat", "prompt": "def main():", **LONG, "max_tokens": 200, "logprobs": 20}
+    fields = {"model": "specserve-chat", "prompt": "def main():", **LONG, "max_tokens": 80, "logprobs": 20}
     whole = ask_once(server.url, COMPLETIONS, as_json(fields)).json()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect((host, int(port)))
-        stalled.sendall(request(COMPLETIONS, as_json({**fields, "n": 4, "stream": True})))
+        stalled.sendall(request(COMPLETIONS, as_json({**fields, "n": 8, "stream": True})))
         begun = time.monotonic()
         replies = asyncio.run(send_all(server.url, raws(expected[0], 8)))
         took = time.monotonic() - begun
@@ -110,12 +110,12 @@ def test_a_reader_that_stalls(server: Server, expected: Expected) -> None:
     print(f"{len(received)} bytes for a reader that stalled, 8 others in {took:.2f} s meanwhile")
     assert [found_in(reply) for reply, _ in replies] == expected[1]
     assert len(received) > 400_000  # more than buffers take
-    texts = ["", "", "", ""]
+    texts = [""] * 8
     for line in received.split(b"\n"):
         if line.startswith(b"data: {"):
             (choice,) = json.loads(line[6:])["choices"]
             texts[choice["index"]] += choice["text"]
-    assert texts == [whole["choices"][0]["text"]] * 4
+    assert texts == [whole["choices"][0]["text"]] * 8
 
 
 def test_the_engine_is_killed(server: Server, expected: Expected) -> None:
