@@ -13,7 +13,8 @@ import pytest
 from specserve import LLM, SamplingParams, Speculation, grammar
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
-from tests.front.test_process import Server
+from tests.front.live import Live, live
+from tests.front.processes import wait
 from tests.reference.draft_models import make_eagle3
 from tests.reference.models import make_llama
 
@@ -41,20 +42,15 @@ def plain(model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, draft: Path) -> Iterator[Server]:
-    found = Server(
-        ["-m", "specserve.launch", "--model-path", str(model), "--port", "0", "--device", "cpu",
-         "--dtype", "float64", "--speculative-algorithm", "EAGLE3",
-         "--speculative-draft-model-path", str(draft), *SHAPE_FLAGS]
-    )  # fmt: skip
-    try:
-        yield found.wait_ready()
-    finally:
-        assert found.stop() == 0
+def server(model: Path, draft: Path) -> Iterator[Live]:
+    flags = ["--model-path", str(model), "--device", "cpu", "--dtype", "float64", *SHAPE_FLAGS]
+    drafts = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
+    with live([*flags, *drafts], {}) as found:
+        yield found
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server: Live) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as found:
         yield found
 
@@ -134,29 +130,24 @@ def test_the_checkpoints_sampling_values_are_the_defaults(tmp_path: Path) -> Non
         (expected,) = llm.generate("x", SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=9))
         assert llm.generate("x")[0].token_ids == expected.token_ids
     greedy = ["--requests-all-greedy", "--model-path", str(path), "--dtype", "float64", "--device", "cpu"]
-    server = Server(["-m", "specserve.launch", "--port", "0", *greedy])
-    try:
-        with openai.OpenAI(base_url=server.wait_ready().url + "/v1", api_key="x") as client:
-            found = client.completions.create(model="model", prompt="x", max_tokens=9)
-        assert found.choices[0].text == expected.text
-        words = "requests that set none get temperature 0, top_k 1, repetition_penalty 1.3, max_tokens 9"
-        assert any(words in line for line in server.lines)
-    finally:
-        server.stop()
+    with live(greedy, {}) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="x") as client:
+        found = client.completions.create(model="model", prompt="x", max_tokens=9)
+    assert found.choices[0].text == expected.text
+    assert server.noted(
+        "requests that set none get temperature 0, top_k 1, repetition_penalty 1.3, max_tokens 9"
+    )
 
 
-def test_what_a_client_leaves_is_freed(server: Server, client: openai.OpenAI) -> None:
+def test_what_a_client_leaves_is_freed(server: Live, client: openai.OpenAI) -> None:
     for _ in range(5):
         with client.completions.create(model="target", prompt="abc", max_tokens=400, stream=True) as stream:
             next(iter(stream))
     client.completions.create(model="target", prompt="abc", max_tokens=2)
-    values = {}
-    for line in server.get("/metrics")[1].splitlines():
-        if line.startswith("specserve_") and "{" not in line:
-            name, value = line.split()
-            values[name.removeprefix("specserve_")] = float(value)
-    assert values["running_requests"] == values["waiting_requests"] == 0
-    assert values["kv_pages_free"] + values["kv_pages_cached"] == values["kv_pages_total"]
+    engine = server.built.engine
+    wait(lambda: engine.stats().running == engine.stats().waiting == 0, 5)
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    engine.check_idle()
 
 
 def test_speculation_can_be_turned_off(model: Path, draft: Path, plain: LLM) -> None:
@@ -174,10 +165,9 @@ def test_speculation_can_be_turned_off(model: Path, draft: Path, plain: LLM) -> 
 
 
 def test_draft_that_is_missing(model: Path) -> None:
-    server = Server(
-        ["-m", "specserve.launch", "--model-path", str(model), "--port", "0",
-         "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(model.parent)]
-    )  # fmt: skip
-    assert server.finish() == 2
-    assert server.lines[-1].startswith(f"error: {model.parent}")
-    assert "Traceback" not in "".join(server.lines)
+    flags = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(model.parent)]
+    with (
+        pytest.raises((ValueError, OSError), match=rf"^{model.parent}"),
+        live(["--model-path", str(model), *flags], {}),
+    ):
+        pass
