@@ -14,20 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import heldout_prompts
 from specserve import LLM, SamplingParams
-from specserve.config import make_settings, resolve
+from specserve.config import make_settings, resolve, resolve_paths
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.core import Speculation
 from specserve.engine.shapes import candidate_shapes
+from specserve.models.read_config import load_model_config
 from specserve.process import phase
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, by_levels, check_switching, priced
 
-PROMPTS = heldout_prompts(BUNDLED_MODEL, 3, 40)
+PROMPTS = heldout_prompts(BUNDLED_MODEL, 3, 24)
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculation=Speculation(enabled=False)),
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, speculation=Speculation(enabled=False)),
 ]
 
 
@@ -101,11 +102,11 @@ def test_nothing_is_drafted_where_a_request_has_one_token_left() -> None:
 
 
 def test_what_a_step_gives_does_not_depend_on_the_shapes_before(agreeing: Checkpoints) -> None:
-    shapes = [shape for shape in candidate_shapes(1) if shape.levels < 6]
+    shapes = [shape for shape in candidate_shapes(1) if shape.levels in (0, 2, 5)]
     prompts = [[5, 6, 7, 30], [30, 20, 4, 9], [12, 13, 14, 15, 40]]
     settings = drafted(agreeing) | {"dtype": "float64", "max_running_requests": 1}
     with priced(by_levels(1.0)), LLM(speculative_adaptive=True, **settings) as llm:
-        assert check_switching(llm, prompts, shapes, 40) > 25
+        assert check_switching(llm, prompts, shapes, 20) > 10
 
 
 class Operators(TorchDispatchMode):
@@ -170,7 +171,7 @@ def test_measuring_leaves_the_padding_row_alone(agreeing: Checkpoints) -> None:
         assert [int(c[state.dummy]) for c in (slots.limit, slots.draft_cap, slots.length)] == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("context", "page"), [(64, 16), (17, 16), (2, 16), (2, 1), (112, 64), (40, 32)])
+@pytest.mark.parametrize(("context", "page"), [(17, 16), (2, 1), (112, 64)])
 def test_a_short_context(context: int, page: int, agreeing: Checkpoints) -> None:
     """Costs are measured after as many tokens as there may be."""
     with LLM(**drafted(agreeing), context_length=context, page_size=page) as llm:
@@ -179,9 +180,6 @@ def test_a_short_context(context: int, page: int, agreeing: Checkpoints) -> None
 
 
 def test_a_shape_and_the_controller_exclude_each_other() -> None:
-    from specserve.config import resolve_paths
-    from specserve.models.read_config import load_model_config
-
     given, _ = resolve_paths(
         make_settings(
             device="cpu",
@@ -192,7 +190,5 @@ def test_a_shape_and_the_controller_exclude_each_other() -> None:
             speculative_num_draft_tokens=4,
         )
     )
-    from pathlib import Path
-
     with pytest.raises(ValueError, match="--speculative-num-steps fixes it"):
         resolve(given, load_model_config(Path(str(given.model_path))))

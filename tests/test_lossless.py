@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import lossless_pair
 from benchmarks.common import weights_kept
-from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, pairwise
+from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, SPECULATION, pairwise
 from benchmarks.lossless import (
     Difference,
     Item,
@@ -44,7 +44,7 @@ from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.outputs import CompletionOutput, RequestOutput
 from tests.engines import Checkpoints
 
-TEXTS = 330
+TEXTS = 7 * len(SPECULATION)  # at least one of each sampling in each configuration
 
 
 @pytest.fixture
@@ -67,10 +67,16 @@ def test_every_pair_of_choices_occurs() -> None:
 
 
 def test_every_text_is_identical(models: Models) -> None:
-    """In half of the configurations, which has each method."""
+    """In one configuration of each kind of drafts, with all values of all other choices."""
     lines: list[str] = []
-    items = make_items(prompts(), TEXTS, 14)
-    report = run_matrix(models, items, TEXTS, pairwise(models.choices)[::2], lines.append)
+    every, names = pairwise(models.choices), list(models.choices["speculation"])
+    chosen = [
+        [each for each in every if each["speculation"] == name][place % 3] for place, name in enumerate(names)
+    ]
+    for name, values in CHOICES.items():
+        assert {each[name] for each in chosen} >= set(models.choices.get(name, values)), name
+    items = make_items(prompts(), 56, 12)
+    report = run_matrix(models, items, TEXTS, chosen, lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert report.texts >= TEXTS
     assert {item.sampling for item in items} == set(SAMPLING)

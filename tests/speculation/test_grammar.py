@@ -52,7 +52,7 @@ GRAMMARS = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"speculative_algorithm": "EAGLE3", "shape": (4, 1, 5)},
-    "tree": {"speculative_algorithm": "EAGLE3", "shape": (4, 4, 16)},
+    "tree": {"speculative_algorithm": "EAGLE3", "shape": (3, 3, 8)},
     "ngram": {"speculative_algorithm": "NGRAM", "shape": (4, 2, 9)},
     "adaptive": {"speculative_algorithm": "EAGLE"},
 }
@@ -71,7 +71,7 @@ def is_valid(kind: str, text: str) -> bool:
 def requests() -> list[tuple[str, str, SamplingParams]]:
     """Kind, prompt and parameters; every fifth is free."""
     made = []
-    for index in range(15):
+    for index in range(10):
         kind = "free" if index % 5 == 4 else [*GRAMMARS][index % 4]
         params = SamplingParams(
             temperature=[0.0, 0.8, 1.3][index % 3],
@@ -97,7 +97,7 @@ def answers(**settings: Any) -> list[tuple[str, str | None]]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[tuple[str, str | None]]:
-    return answers(max_running_requests=1)
+    return answers()
 
 
 def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) -> None:
@@ -106,17 +106,17 @@ def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) ->
         if kind != "free" and reason == "stop":
             assert is_valid(kind, text), (kind, text)
             ended += 1
-    assert ended >= 9
+    assert ended >= 5
 
 
 @pytest.mark.parametrize(
     ("how", "overlap"),
-    [("chain", "on"), ("tree", "on"), ("tree", "off"), ("ngram", "on"), ("adaptive", "off")],
+    [("chain", "off"), ("tree", "on"), ("ngram", "on"), ("adaptive", "off")],
 )
 def test_drafts_change_no_text(how: str, overlap: str, plain: list[tuple[str, str | None]]) -> None:
-    """In batches of 8, with and without a pool so small that requests are put back."""
+    """In batches of 6, with and without a pool so small that requests are put back."""
     room = {"max_total_tokens": 1024} if overlap == "on" else {}
-    found = answers(**SHAPES[how], max_running_requests=8, overlap_schedule=overlap, page_size=4, **room)
+    found = answers(**SHAPES[how], max_running_requests=6, overlap_schedule=overlap, page_size=4, **room)
     assert found == plain
 
 
@@ -218,7 +218,7 @@ def _bits(mask: Any) -> Any:
 @pytest.mark.parametrize("name", ["brackets", "a limit of tokens"])
 def test_drafts_change_no_text_of_odd_grammars(name: str) -> None:
     params = [
-        SamplingParams(temperature=1.2, seed=i, max_tokens=24, grammar=RECURSIVE[name]) for i in range(12)
+        SamplingParams(temperature=1.2, seed=i, max_tokens=16, grammar=RECURSIVE[name]) for i in range(8)
     ]
     found = []
     for algorithm in ("NONE", "NGRAM", "EAGLE3"):
@@ -228,7 +228,7 @@ def test_drafts_change_no_text_of_odd_grammars(name: str) -> None:
         with LLM(
             dtype="float64", cpu_threads=1, context_length=128, speculative_algorithm=algorithm, **given
         ) as llm:
-            found.append([each.text for each in llm.generate(["a"] * 12, params)])
+            found.append([each.text for each in llm.generate(["a"] * 8, params)])
     assert found[0] == found[1] == found[2]
 
 
@@ -359,16 +359,21 @@ def test_an_answer_that_its_grammar_can_not_follow(
     assert "aaa" not in caplog.text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
-    monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
+def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar holds up to there, and nothing follows."""
     monkeypatch.setattr("specserve.constraints.matcher.MOST_ITEMS", 1000)
     ambiguous = "start: s\ns: /[a-c]/ | s s | s s s | s s s s"
-    params = SamplingParams(
-        grammar=ambiguous, temperature=temperature, seed=1, max_tokens=60, logit_bias=dict.fromkeys(range(6), -100.0)
-    )  # fmt: skip
+    params = [
+        SamplingParams(
+            grammar=ambiguous,
+            temperature=temperature,
+            seed=1,
+            max_tokens=limit,
+            logit_bias=dict.fromkeys(range(6), -100.0),
+        )
+        for temperature in (0.0, 1.0)
+        for limit in (60, 4)  # and where it ends before
+    ]
     found = []
     for algorithm, shape, overlap in (
         ("NONE", (), "off"),
@@ -384,19 +389,23 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
             overlap_schedule=overlap, **given,
         )  # fmt: skip
         scheduler = create_scheduler(resolve_engine(settings)[2])
-        for limit in (60, 4):  # and where it ends before
+        answers = []
+        for each in params:
             with patch.object(Grammars, "forget", autospec=True, side_effect=Grammars.forget) as forgotten:
-                answer = answer_one(scheduler, [70], msgspec.structs.replace(params, max_tokens=limit))
-            found.append((answer.tokens, answer.finish_reason, answer.refused))
-            assert forgotten.called or limit == 4, "what it filled up would be full for the next answer"
+                answer = answer_one(scheduler, [70], each)
+            answers.append((answer.tokens, answer.finish_reason, answer.refused))
+            assert forgotten.called or each.max_tokens == 4, (
+                "what it filled up would be full for the next answer"
+            )
+        found.append(answers)
         scheduler.check_idle()
         assert scheduler.stats().violations == 0
-    failed, ended = found[:2]
-    assert failed[2] is not None
-    assert "the grammar can't follow the answer" in failed[2]
-    assert 4 < len(failed[0]) < 60
-    assert ended[1] == "length"
-    assert found == found[:2] * 5
+    for tokens, _, refused in found[0][::2]:
+        assert refused is not None
+        assert "the grammar can't follow the answer" in refused
+        assert 4 < len(tokens) < 60
+    assert [reason for _, reason, _ in found[0][1::2]] == ["length"] * 2
+    assert found == found[:1] * 5
 
 
 def test_keywords_that_ask_for_nothing() -> None:

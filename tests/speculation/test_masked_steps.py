@@ -81,7 +81,7 @@ def test_a_budget_splits_the_steps_alone_that_may_reach_it() -> None:
             # Those that begin at most so far before the budget's end, until its mark is written.
             masked = sum(row.masked for step in steps for row in step.rows)
             assert len(FREE) <= masked <= len(FREE) * (depth + 4 + len(END))
-    with engine(None, max_running_requests=1) as llm:
+    with engine(None) as llm:
         assert [texts(llm, FREE), texts(llm, thinking(12))] == found[:2] == found[2:]
 
 

@@ -35,6 +35,13 @@ PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 1, i] for i in range(4)]
 WORK = [(prompt, PENALISED) for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def penalised(agreeing: Checkpoints) -> list[list[int]]:
+    """The answers to ``WORK``, one after the other."""
+    scheduler = make_scheduler(agreeing.target)
+    return [answer_one(scheduler, *each).tokens for each in WORK]
+
+
 def assert_idle(scheduler: Scheduler) -> None:
     """Every slot and page is back, and none is lost when the cache is emptied too."""
     assert not scheduler.has_work
@@ -44,13 +51,13 @@ def assert_idle(scheduler: Scheduler) -> None:
     assert scheduler.memory.allocator.free == scheduler.memory.allocator.capacity
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize(
+    ("page_size", "cache", "overlap"),
+    [(1, True, "on"), (16, False, "on"), (1, False, "off"), (16, True, "off")],
+)
 def test_a_preempted_request_goes_on_as_if_nothing_had_been(
-    page_size: int, cache: bool, overlap: str, agreeing: Checkpoints
+    page_size: int, cache: bool, overlap: str, penalised: list[list[int]], agreeing: Checkpoints
 ) -> None:
-    expected = [answer_one(make_scheduler(agreeing.target), prompt, PENALISED).tokens for prompt in PROMPTS]
     scheduler = agreeing.scheduler(
         "EAGLE3",
         (3, 2, 6),
@@ -60,7 +67,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(
         overlap_schedule=overlap,
     )
     answers = answer_all(scheduler, WORK)
-    assert [answer.tokens for answer in answers] == expected
+    assert [answer.tokens for answer in answers] == penalised
     assert scheduler.stats().preemptions > 0
     assert_idle(scheduler)
 
@@ -136,8 +143,8 @@ def test_state_after_a_preemption(agreeing: Checkpoints) -> None:
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_an_abort_at_any_iteration_frees_its_pages(overlap: str, agreeing: Checkpoints) -> None:
     """Waiting, in the middle of a chunked prompt, decoding, just ended: the others' texts stay what they are."""
-    prompts = [[5, 6, 7], list(range(2, 40)), [9, 9, 9]]
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    prompts = [[5, 6, 7], list(range(2, 22)), [9, 9, 9]]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     scheduler = agreeing.scheduler(
         "EAGLE3",
         (3, 2, 6),
@@ -149,7 +156,7 @@ def test_an_abort_at_any_iteration_frees_its_pages(overlap: str, agreeing: Check
     )
     expected = [answer_one(scheduler, prompt, params).tokens for prompt in prompts]
     for victim in range(3):
-        for iteration in range(14):
+        for iteration in range(9):
             client = Client(scheduler)
             for index, prompt in enumerate(prompts):
                 client.submit(str(index), prompt, params)
@@ -190,7 +197,8 @@ def test_a_shared_prefix_pins_no_page_that_nobody_uses(agreeing: Checkpoints) ->
 
 def test_a_request_as_long_as_the_pool(agreeing: Checkpoints) -> None:
     """It runs alone, drafts while there is room, and ends at the last slot."""
-    for page_size, cache in ((1, True), (16, True), (16, False)):
+    plain = make_scheduler(agreeing.target, context_length=48)
+    for page_size, cache in ((1, True), (16, False)):
         scheduler = agreeing.scheduler(
             "EAGLE3", (3, 2, 6), page_size=page_size, max_total_tokens=48, disable_radix_cache=not cache
         )
@@ -199,12 +207,11 @@ def test_a_request_as_long_as_the_pool(agreeing: Checkpoints) -> None:
         for prompt, answer in zip(PROMPTS, answers, strict=False):
             assert len(prompt) + len(answer.tokens) == 48
             assert answer.finish_reason == "length"
-            plain = make_scheduler(agreeing.target, context_length=48)
             assert answer.tokens == answer_one(plain, prompt, params).tokens
         assert_idle(scheduler)
 
 
-def test_the_lowest_priority_is_served_first(agreeing: Checkpoints) -> None:
+def test_the_lowest_priority_is_served_first(penalised: list[list[int]], agreeing: Checkpoints) -> None:
     """Of those that wait; of equal ones the oldest. Texts are those without."""
     scheduler = make_scheduler(agreeing.target, max_running_requests=1)
     client = Client(scheduler)
@@ -215,11 +222,10 @@ def test_the_lowest_priority_is_served_first(agreeing: Checkpoints) -> None:
         client.iterate()
         ended += [rid for rid, answer in client.answers.items() if answer.finish_reason and rid not in ended]
     assert ended == ["first", "second", "third", "late"]
-    expected = answer_one(make_scheduler(agreeing.target), PROMPTS[0], PENALISED).tokens
-    assert all(answer.tokens == expected for answer in client.answers.values())
+    assert all(answer.tokens == penalised[0] for answer in client.answers.values())
 
 
-def test_the_highest_priority_gives_its_pages_up(agreeing: Checkpoints) -> None:
+def test_the_highest_priority_gives_its_pages_up(penalised: list[list[int]], agreeing: Checkpoints) -> None:
     """Though it came first, and others run on."""
     scheduler = make_scheduler(agreeing.target, page_size=1, max_total_tokens=64)
     client = Client(scheduler)
@@ -235,8 +241,7 @@ def test_the_highest_priority_gives_its_pages_up(agreeing: Checkpoints) -> None:
         break
     assert waited == ("0", 1)
     client.run()
-    expected = [answer_one(make_scheduler(agreeing.target), prompt, PENALISED).tokens for prompt in PROMPTS]
-    assert [client.answers[str(index)].tokens for index in range(4)] == expected
+    assert [client.answers[str(index)].tokens for index in range(4)] == penalised
 
 
 @contextmanager
@@ -266,7 +271,7 @@ def test_drafts_have_room_for_what_they_write(agreeing: Checkpoints) -> None:
     for method in agreeing.drafts:
         scheduler = agreeing.scheduler(method, (3, 5, 3), page_size=1)
         with entries_drafted(scheduler) as found:
-            answer_one(scheduler, PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))
+            answer_one(scheduler, PROMPTS[0], SamplingParams(temperature=0, max_tokens=6))
         farthest[method] = max(found, default=-1) + 1
         assert farthest[method] == context_of(scheduler).drafter.scratch(shape) <= shape.reserve, method
     assert farthest["EAGLE"] == farthest["STANDALONE"] == shape.reserve == 1 + 2 * 5
