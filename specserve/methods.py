@@ -73,7 +73,8 @@ class DraftSettings:
     ``config_override``: a JSON object that overrides fields of its config. ``quantization`` of its weights: none, int8
     (with int8 activations) or fp8. ``token_map``: a file of the only tokens to draft, or the plan of a dynamic map.
     ``topk``: maximum number of candidates of a node in a fixed shape. ``tokenizer``: the directory of the target's.
-    ``recalled``: tokens of earlier answers kept to propose from. ``datastore``: the file to propose from."""
+    ``recalled``: tokens of earlier answers kept to propose from. ``datastore``: the file to propose from.
+    ``synthetic``: the rates of ``SyntheticAcceptance``, empty: drafts are compared with what the target chose."""
 
     name: str
     path: Path
@@ -85,6 +86,7 @@ class DraftSettings:
     tokenizer: Path | None = None
     recalled: int = 0
     datastore: Path | None = None
+    synthetic: tuple[float, ...] = ()
 
     @property
     def method(self) -> Method:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specserve.config.declare import Check
+from specserve.methods import MAX_NODES
 
 
 def only(words: str, accepts: Callable[[Any], bool]) -> Check:
@@ -55,6 +56,16 @@ def origins(given: tuple[str, ...]) -> str | None:
 def once(names: tuple[str, ...]) -> str | None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     return f"must name each model once, found {twice[0]!r} again" if twice else None
+
+
+def acceptance(text: str) -> str | None:
+    words = "must be a number above 1, or numbers from 0 to 1 separated by commas"
+    try:
+        given = [float(each) for each in text.split(",")]
+    except ValueError:
+        return f"{words}, found {text!r}"
+    good = all(0 <= each <= 1 for each in given) or (len(given) == 1 and 1 < given[0] <= MAX_NODES)
+    return None if good else f"{words}, found {text!r}"
 
 
 def json_object(text: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, Settings
-from specserve.config.speculation import DYNAMIC, lookahead_of, shape_of
+from specserve.config.speculation import DYNAMIC, acceptance_rates, lookahead_of, shape_of
 from specserve.methods import ANY, Drafts, DraftSettings, MapPlan, method_of
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def _draft(settings: Settings, tokenizer: Path) -> DraftSettings | None:
         drafts=drafts,
         tokenizer=tokenizer,
         recalled=settings.speculative_suffix_cache_tokens or 0,
+        synthetic=acceptance_rates(settings),
         datastore=Path(settings.speculative_datastore) if settings.speculative_datastore else None,
     )
 

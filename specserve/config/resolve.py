@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from specserve.config.notes import Notes
 from specserve.config.settings import FP8_KV, NO_OPS, ROUNDED, Settings
-from specserve.config.speculation import resolve_slowdown, resolve_speculation, resolve_token_map
+from specserve.config.speculation import (
+    resolve_slowdown,
+    resolve_speculation,
+    resolve_synthetic,
+    resolve_token_map,
+)
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -29,7 +34,7 @@ def resolve(
     notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
     steps = (_dtype, _quantization, _attention, _kv_cache, _limits, _pool, _execution, _deterministic)
-    for step in (*steps, resolve_speculation, resolve_slowdown, resolve_token_map):
+    for step in (*steps, resolve_speculation, resolve_slowdown, resolve_synthetic, resolve_token_map):
         settings = step(settings, model_config, notes)
     return settings, notes
 

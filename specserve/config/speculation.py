@@ -68,6 +68,42 @@ def resolve_slowdown(settings: Settings, _: ModelConfig, notes: Notes) -> Settin
     return settings.without(("speculative_max_slowdown",), ": all steps have one shape", notes)
 
 
+def resolve_synthetic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+    """Warn that texts will be wrong. Raises ValueError for a mean that the shape can't reach."""
+    if settings.speculative_synthetic_acceptance is not None and acceptance_rates(settings):
+        notes[
+            f"speculative_synthetic_acceptance = {settings.speculative_synthetic_acceptance}: drafts are accepted by "
+            "chance, so the texts are not the model's"
+        ] = UNUSED
+    return settings
+
+
+def acceptance_rates(settings: Settings) -> tuple[float, ...]:
+    """Return the probability that a level is accepted after the one above it, by level; deeper levels have the last
+    one's. Empty: acceptance is not drawn. A mean becomes one probability for all levels."""
+    if settings.speculative_synthetic_acceptance is None:
+        return ()
+    rates = tuple(float(each) for each in settings.speculative_synthetic_acceptance.split(","))
+    if rates[0] <= 1:
+        return rates
+    flag, levels = _flag("speculative_synthetic_acceptance"), settings.speculative_num_steps
+    if levels is None:
+        raise ValueError(
+            f"{flag}: a mean of {rates[0]:g} tokens a step needs {', '.join(map(_flag, SHAPE))}; without them give the "
+            "probability of each level, separated by commas"
+        )
+    if rates[0] > levels + 1:
+        raise ValueError(
+            f"{flag}: a step of {levels} levels gives at most {levels + 1} tokens, found {rates[0]:g}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        reaches = sum(middle**level for level in range(levels + 1)) >= rates[0]
+        low, high = (low, middle) if reaches else (middle, high)
+    return (high,)
+
+
 def resolve_token_map(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     """Check the settings of the token map. Raises ValueError for a method that can't use one, and for settings of a
     dynamic map without one.

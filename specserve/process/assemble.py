@@ -67,6 +67,7 @@ from specserve.speculation.drafters import load_drafter
 from specserve.speculation.earlier_answers import BYTES, AnswerIndex
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState
+from specserve.speculation.synthetic import SyntheticAcceptance
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,8 @@ def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
 
 def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
     """Enable grammars. Return why requests can't use them, or None."""
+    if config.draft is not None and config.draft.synthetic:
+        return "this server draws acceptance (--speculative-synthetic-acceptance), so no grammar could hold"
     vocabulary = config.tokenizer_path / "tokenizer.json"
     try:
         ends = config.model.eos_token_ids
@@ -295,7 +298,9 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     )
     drafter.allocate(config.max_running_requests + 1, device)
     pool = _pool(pool_config, pages, device)
-    return Context(target, drafter, pool, attention, state, config.model.vocab_size, identity)
+    rates = config.draft.synthetic if config.draft is not None else ()
+    synthetic = SyntheticAcceptance.of(rates, device) if rates else None
+    return Context(target, drafter, pool, attention, state, config.model.vocab_size, synthetic, identity)
 
 
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:

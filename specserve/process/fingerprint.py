@@ -20,7 +20,8 @@ def fingerprint(
     model: nn.Module, config: EngineConfig, kv_scales: Sequence[tuple[float, float] | None] = ()
 ) -> str:
     """Hash the target's configuration, loaded weights and KV scales, the dtypes, the defaults of requests, the versions
-    of kernels and grammars, and the GPU's name. The draft is not included: it only proposes."""
+    of kernels and grammars, and the GPU's name. The draft is not included: it only proposes.
+    A server whose acceptance is drawn says so."""
     digest = hashlib.sha256()
     what = [
         __version__,
@@ -42,7 +43,8 @@ def fingerprint(
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_sums(tensor.detach()).cpu().numpy().tobytes())
-    return "fp_" + digest.hexdigest()[:16]
+    mark = "synthetic_" if config.draft is not None and config.draft.synthetic else ""
+    return f"fp_{mark}{digest.hexdigest()[:16]}"
 
 
 def _llguidance() -> str:

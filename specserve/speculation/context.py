@@ -21,6 +21,7 @@ from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Continuation, DecodeState, Needs, RowInit
+from specserve.speculation.synthetic import SyntheticAcceptance
 
 
 class Target(Protocol):
@@ -140,6 +141,7 @@ class Context:
     attention: AttentionBackend
     state: DecodeState
     vocab_size: int
+    synthetic: SyntheticAcceptance | None = None
     fingerprint: str | None = None  # hash of everything besides the request that the text depends on
 
     def admit(self, rows: Sequence[RowInit]) -> None:

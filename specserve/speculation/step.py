@@ -102,7 +102,10 @@ def settle(context: Context, verification: Verification, words_TW: Tensor | None
     view, tree = verification.drafted.view, verification.drafted.tree
     logits_TV = verification.logits_TV if words_TW is None else hold(verification.logits_TV, words_TW)
     chosen_T = verification.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
-    accepted = accept_path(tree, chosen_T, view.slots)
+    walked = tree
+    if context.synthetic is not None:
+        walked, chosen_T = context.synthetic.draw(tree, chosen_T, context.state.sampling)
+    accepted = accept_path(walked, chosen_T, view.slots)
     states = replace(verification.states, nodes=(tree, chosen_T))
     commit(context, view, accepted, states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)

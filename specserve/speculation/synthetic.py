@@ -1,0 +1,59 @@
+"""Synthetic acceptance, for benchmarks of drafts that are not at hand: drafts and verification run as usual, and only
+whether a draft is accepted is drawn. The text is then the draft's, not the model's.
+
+Shapes: S draft levels, T packed nodes, R state rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from specserve_kernels import Tree
+from torch import Tensor
+
+from specserve.speculation.state import SamplingState
+
+_NOBODY = -1  # a token that no node carries
+_INCREMENT, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticAcceptance:
+    """``rate_S``: the probability that a level's first choice is accepted after the level above was. Deeper levels have
+    the last one's."""
+
+    rate_S: Tensor
+
+    @classmethod
+    def of(cls, rates: Sequence[float], device: torch.device) -> SyntheticAcceptance:
+        return cls(torch.tensor(rates, dtype=torch.float64, device=device))
+
+    def draw(self, tree: Tree, chosen_T: Tensor, sampling: SamplingState) -> tuple[Tree, Tensor]:
+        """Return the tree, and the tokens after its nodes, that ``accept_path`` walks down as far as was drawn. A
+        request's draws depend on its seed and the position alone. An accepted draft's token is emitted; a rejected
+        one's place takes the target's choice, which may be the same token."""
+        index_T = torch.arange(len(chosen_T), device=chosen_T.device)
+        child_T = tree.local_T > 0
+        first_T = index_T.scatter_reduce(
+            0, tree.parent_T, index_T.where(child_T, len(index_T)), "amin", include_self=False
+        )
+        level_T = tree.depth_T.clamp(max=len(self.rate_S) - 1)
+        uniform_T = _uniform(sampling.seed[tree.rows_T], sampling.choice[tree.rows_T], tree.position_T)
+        accepts_T = (first_T > index_T) & (first_T < len(index_T)) & (uniform_T < self.rate_S[level_T])
+        forced_T = tree.token_T[first_T.clamp(max=len(index_T) - 1)]
+        walked_T = tree.token_T.where(accepts_T[tree.parent_T] | ~child_T, _NOBODY)
+        return replace(tree, token_T=walked_T), forced_T.where(accepts_T, chosen_T)
+
+
+def _uniform(seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
+    """Return numbers from 0 to 1: SplitMix64 (Steele et al. 2014) of the three, whose products wrap."""
+    mixed = ((seed * _signed(_INCREMENT) + choice) * _signed(_INCREMENT) + position) * _signed(_INCREMENT)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
+    return ((mixed ^ (mixed >> 31)) & (2**53 - 1)).double() / 2**53
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
