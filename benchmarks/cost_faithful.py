@@ -40,7 +40,7 @@ from examples.bundled_model.save_target import target_config
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.layers.decoder import LayerConfig
 from specserve.models.checkpoint import DTYPES
-from specserve.models.config import ModelConfig, layer_config, read_json, rope_config
+from specserve.models.config import layer_config, read_json, rope_config
 from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
 
@@ -89,11 +89,10 @@ class Embedding:
     def zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=self._dtype, device=self._device)
 
-    def put(self, wide: Tensor, small_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Tensor:
+    def put(self, wide: Tensor, small_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> None:
         """Write ``small`` into ``wide`` at these rows and columns."""
         rows_R, columns_C = rows_R.to(self._device), columns_C.to(self._device)
         wide[rows_R[:, None], columns_C] = small_RC.to(self._device, self._dtype)
-        return wide
 
     def channels(self, blocks: int = 1) -> Tensor:
         """Where the small channels of ``blocks`` concatenated hidden states stand."""
@@ -112,17 +111,9 @@ class Embedding:
 
     @cached_property
     def query_rows(self) -> Tensor:
-        small, wide = (c.num_heads // c.num_kv_heads for c in (self.small, self.shape.layer(self.small)))
+        small, wide = self.small.num_heads // self.small.num_kv_heads, self.shape.heads // self.shape.kv_heads
         heads = torch.arange(self.small.num_heads)
         return self._head_rows(heads // small * wide + heads % small)
-
-    @cached_property
-    def key_rows(self) -> Tensor:
-        return self._head_rows(torch.arange(self.small.num_kv_heads))
-
-    @cached_property
-    def inner_rows(self) -> Tensor:
-        return torch.arange(self.small.intermediate_size)
 
     def norm(self, small: Tensor | None, mark: float = 0.0) -> Tensor:
         """A norm's weight: ones without a small one, ``mark`` at the constant's channel."""
@@ -162,14 +153,16 @@ class Embedding:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         # Unused dimensions of a used head must not enter the score: q is zero there, k and v need not be.
         used_heads = (self.query_rows // shape.head_dim).unique()
+        key_rows = self._head_rows(torch.arange(self.small.num_kv_heads))
+        inner_rows = torch.arange(self.small.intermediate_size)
         plan = {
             "self_attn.q_proj": (self.noise(queries, width), self.query_rows, y),
-            "self_attn.k_proj": (self.noise(keys, width), self.key_rows, y),
-            "self_attn.v_proj": (self.noise(keys, width), self.key_rows, y),
+            "self_attn.k_proj": (self.noise(keys, width), key_rows, y),
+            "self_attn.v_proj": (self.noise(keys, width), key_rows, y),
             "self_attn.o_proj": (self.zeros(shape.hidden, queries), x, self.query_rows),
-            "mlp.gate_proj": (self.noise(shape.inner, shape.hidden), self.inner_rows, x),
-            "mlp.up_proj": (self.noise(shape.inner, shape.hidden), self.inner_rows, x),
-            "mlp.down_proj": (self.zeros(shape.hidden, shape.inner), x, self.inner_rows),
+            "mlp.gate_proj": (self.noise(shape.inner, shape.hidden), inner_rows, x),
+            "mlp.up_proj": (self.noise(shape.inner, shape.hidden), inner_rows, x),
+            "mlp.down_proj": (self.zeros(shape.hidden, shape.inner), x, inner_rows),
         }
         for name, (wide, rows, columns) in plan.items():
             if small:
@@ -251,10 +244,8 @@ def eagle_tensors(wide: Embedding, files: TensorFiles, embed: Tensor) -> Named:
     small = part(files, "layers.0.")
     yield "embed_tokens.weight", wide.embedding(embed)
     yield from fc_tensors(wide, files)
-    yield (
-        "layers.0.post_attention_layernorm.weight",
-        wide.norm(small["post_attention_layernorm.weight"]),
-    )
+    norm = "post_attention_layernorm.weight"
+    yield f"layers.0.{norm}", wide.norm(small[norm])
     for name, tensor in wide.layer(small):
         yield f"layers.0.{name}", tensor
 
@@ -320,16 +311,6 @@ def write(tensors: Named, config: Mapping[str, Any], path: Path, limit: int = SH
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def wide_target_config(small: ModelConfig, shape: Sizes, dtype: torch.dtype) -> dict[str, Any]:
-    wide = dataclasses.replace(
-        small,
-        vocab_size=shape.vocab,
-        layers=(shape.layer(small.draft_layer),) * shape.layers,
-        tie_word_embeddings=False,
-    )
-    return target_config(wide, dtype)
-
-
 def wide_draft_config(
     small: Mapping[str, Any], layer: LayerConfig, shape: Sizes, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -359,10 +340,6 @@ class Family:
     eagle: Path = BUNDLED_DRAFTS["EAGLE"]
     eagle3: Path = BUNDLED_DRAFTS["EAGLE3"]
 
-    @classmethod
-    def below(cls, path: Path) -> Family:
-        return cls(path / "target", path / "eagle", path / "eagle3")
-
 
 @dataclass(frozen=True, slots=True)
 class Maker:
@@ -374,7 +351,7 @@ class Maker:
     device: torch.device
 
     def run(self, output: Path) -> Family:
-        made = Family.below(output)
+        made = Family(output / "target", output / "eagle", output / "eagle3")
         self.target(made.target)
         self.eagle(made.eagle)
         self.eagle3(made.eagle3)
@@ -391,9 +368,15 @@ class Maker:
         config = load_model_config(self.small.target)
         wide = self._embedding(config.draft_layer, self.small.target)
         order, _ = layer_order(config.num_layers, self._taps(), self.shape.layers)
+        layers = (self.shape.layer(config.draft_layer),) * self.shape.layers
+        made = dataclasses.replace(
+            config, vocab_size=self.shape.vocab, layers=layers, tie_word_embeddings=False
+        )
         tensors = change(target_tensors(wide, TensorFiles(self.small.target), order))
-        write(tensors, wide_target_config(config, self.shape, self.dtype), output)
-        copy_others(self.small.target, output)
+        write(tensors, target_config(made, self.dtype), output)
+        for file in self.small.target.iterdir():  # the tokenizer and the generation config
+            if file.suffix in (".json", ".model", ".jinja") and file.name not in ("config.json", INDEX):
+                shutil.copy(file, output)
 
     def eagle(self, output: Path) -> None:
         wide, config = self._draft(self.small.eagle)
@@ -404,13 +387,12 @@ class Maker:
         wide, config = self._draft(self.small.eagle3)
         target = load_model_config(self.small.target)
         _, taps = layer_order(target.num_layers, self._taps(), self.shape.layers)
-        config["draft_vocab_size"] = self.shape.draft_vocab
-        config["target_hidden_size"] = self.shape.hidden
-        config["eagle_config"] = {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": taps,
-        }
-        config["eagle_aux_hidden_state_layer_ids"] = taps  # where vLLM reads it
+        name = "eagle_aux_hidden_state_layer_ids"
+        config |= {"draft_vocab_size": self.shape.draft_vocab, "target_hidden_size": self.shape.hidden}
+        config |= {
+            "eagle_config": {"use_aux_hidden_state": True, name: taps},
+            name: taps,
+        }  # vLLM reads the second
         tensors = eagle3_tensors(wide, TensorFiles(self.small.eagle3), target.vocab_size)
         write(change(tensors), config, output)
 
@@ -438,26 +420,14 @@ class Maker:
         return Embedding(layer, self.shape, self.dtype, self.device)
 
 
-def copy_others(source: Path, output: Path) -> None:
-    """The tokenizer and the generation config."""
-    for file in source.iterdir():
-        if file.suffix in (".json", ".model", ".jinja") and file.name not in ("config.json", INDEX):
-            shutil.copy(file, output)
-
-
 def main() -> None:
     parser = options(__doc__, output=False)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--random",
-        nargs="?",
-        const="too",
-        choices=("too", "only"),
-        help="write DIR/random/target and eagle3 too, or only these",
-    )
+    random = "write DIR/random/target and eagle3 too, or only these"
+    parser.add_argument("--random", nargs="?", const="too", choices=("too", "only"), help=random)
     for name, default in dataclasses.asdict(Family()).items():
         parser.add_argument(f"--{name}", type=Path, default=default)
     args = parser.parse_args()

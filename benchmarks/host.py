@@ -10,8 +10,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 import torch
 import zmq
 
-from benchmarks.results import options, run_command
+from benchmarks.results import line, options, run_command, show
 from specserve.core import SamplingParams, SpeculationUsage
 from specserve.engine.commands import SetContinuations
 from specserve.messages import ToFront, Tokens, decode_to_front, encode
@@ -48,12 +48,13 @@ def tokens(rid: int) -> Tokens:
 
 
 def median_us(work: Callable[[], object], repeats: int) -> float:
+    """After a warm-up."""
     times = []
-    for _ in range(repeats):
-        started = time.perf_counter_ns()
+    for _ in range(repeats + 50):
+        started = time.perf_counter()
         work()
-        times.append((time.perf_counter_ns() - started) / 1000)
-    return statistics.median(times)
+        times.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(times[50:])
 
 
 def coding(messages: Sequence[Tokens], repeats: int) -> dict[str, float]:
@@ -65,31 +66,17 @@ def coding(messages: Sequence[Tokens], repeats: int) -> dict[str, float]:
         "msgspec decode": median_us(lambda: [decode_one(frame) for frame in frames], repeats),
         "pickle encode": median_us(lambda: pickle.dumps(messages, pickle.HIGHEST_PROTOCOL), repeats),
         "pickle decode": median_us(lambda: pickle.loads(pickled), repeats),
-        "msgspec bytes": float(sum(map(len, frames))),
-        "pickle bytes": float(len(pickled)),
     }
 
 
-def pack_each(batch: Sequence[Tokens]) -> list[bytes]:
-    return [encode(message) for message in batch]
-
-
-def unpack_each(frames: Sequence[bytes]) -> list[Tokens]:
-    return [decode_one(frame) for frame in frames]
-
-
-def pack_list(batch: Sequence[Tokens]) -> list[bytes]:
-    return [encode(batch)]
-
-
-def unpack_list(frames: Sequence[bytes]) -> Any:
-    return decode_to_front(frames[0])
-
-
 CODINGS: dict[str, tuple[Callable[[Any], list[bytes]], Callable[[Sequence[bytes]], Any]]] = {
-    "zmq": (pack_each, unpack_each),
-    "zmq, one frame": (pack_list, unpack_list),
+    "zmq": (
+        lambda batch: [encode(each) for each in batch],
+        lambda frames: [decode_one(each) for each in frames],
+    ),
+    "zmq, one frame": (lambda batch: [encode(batch)], lambda frames: decode_to_front(frames[0])),
 }
+Trip = Callable[[Sequence[Tokens]], object]
 
 
 def echo_zmq(name: str, inbound: str, outbound: str) -> None:
@@ -102,21 +89,13 @@ def echo_zmq(name: str, inbound: str, outbound: str) -> None:
         outbox.send_multipart(pack(unpack(frames)))
 
 
-def echo(receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
-    while (batch := receive()) is not None:
-        send(batch)
-
-
 def echo_pipe(connection: Connection) -> None:
-    echo(connection.recv, connection.send)
-
-
-def echo_queue(inbox: Queue[Any], outbox: Queue[Any]) -> None:
-    echo(inbox.get, outbox.put)
+    while (batch := connection.recv()) is not None:
+        connection.send(batch)
 
 
 @contextmanager
-def zmq_echo(name: str) -> Iterator[Callable[[Sequence[Tokens]], object]]:
+def zmq_echo(name: str) -> Iterator[Trip]:
     """A frame for each message, or one for all of an iteration, as the server does it."""
     pack, unpack = CODINGS[name]
     with tempfile.TemporaryDirectory() as directory:
@@ -139,36 +118,19 @@ def zmq_echo(name: str) -> Iterator[Callable[[Sequence[Tokens]], object]]:
 
 
 @contextmanager
-def pickling_echo(name: str) -> Iterator[Callable[[Sequence[Tokens]], object]]:
-    """Over a pipe or a queue of multiprocessing."""
-    if name == "Pipe":
-        ours, theirs = PROCESSES.Pipe()
-        target, given, send, receive = echo_pipe, (theirs,), ours.send, ours.recv
-    else:
-        outbox, inbox = PROCESSES.Queue(), PROCESSES.Queue()
-        target, given, send, receive = echo_queue, (outbox, inbox), outbox.put, inbox.get
-    process = PROCESSES.Process(target=target, args=given)
+def pipe_echo() -> Iterator[Trip]:
+    """Over a pipe of multiprocessing, which pickles."""
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=echo_pipe, args=(theirs,))
     process.start()
 
     def trip(batch: Sequence[Tokens]) -> object:
-        send(batch)
-        return receive()
+        ours.send(batch)
+        return ours.recv()
 
     yield trip
-    send(None)
+    ours.send(None)
     process.join()
-
-
-def round_trips(trip: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median and 99th percentile in microseconds, after a warm-up."""
-    times = []
-    for index in range(repeats + 50):
-        started = time.perf_counter_ns()
-        trip()
-        if index >= 50:
-            times.append((time.perf_counter_ns() - started) / 1000)
-    times.sort()
-    return statistics.median(times), times[int(len(times) * 0.99)]
 
 
 def messages() -> None:
@@ -176,24 +138,19 @@ def messages() -> None:
 
         python -m benchmarks.host messages [--repeats 2000]
 
-    Prints, for one message per iteration and for 100, microseconds to encode and decode (msgspec's msgpack, pickle)
-    and the median and 99th percentile of a round trip (ZeroMQ with msgspec; multiprocessing's Pipe and Queue, which
-    pickle). "zmq" sends a frame per message, "zmq, one frame" a list.
+    Prints, for one message per iteration and for 100, median microseconds to encode and decode (msgspec's msgpack,
+    pickle) and of a round trip (ZeroMQ with msgspec; multiprocessing's Pipe, which pickles). "zmq" sends a frame per
+    message, "zmq, one frame" a list.
     """
     parser = options(messages.__doc__, output=False)
     parser.add_argument("--repeats", type=int, default=2000)
     repeats = parser.parse_args().repeats
-    batches = [[tokens(rid) for rid in range(count)] for count in (1, 100)]
-    for batch in batches:
-        for name, value in coding(batch, repeats).items():
-            print(f"{len(batch):>4} messages  {name:<16} {value:8.1f}")
-    for name in (*CODINGS, "Pipe", "Queue"):
-        with (zmq_echo if name in CODINGS else pickling_echo)(name) as trip:
-            for batch in batches:
-                median, tail = round_trips(lambda batch=batch: trip(batch), repeats)
-                print(
-                    f"{len(batch):>4} messages  {name:<16} round trip:  median {median:8.1f}  p99 {tail:8.1f}"
-                )
+    batches = {f"{count} messages": [tokens(rid) for rid in range(count)] for count in (1, 100)}
+    for name, batch in batches.items():
+        show({name: coding(batch, repeats)})
+    for way in (*CODINGS, "Pipe"):
+        with zmq_echo(way) if way in CODINGS else pipe_echo() as trip:
+            show({way: {name: median_us(partial(trip, batch), repeats) for name, batch in batches.items()}})
 
 
 STEPS, LENGTH, LONG = 80, 300, 30_000
@@ -244,17 +201,10 @@ def answers(count: int, share: float, rng: random.Random) -> Iterator[list[int]]
 
 
 def new_request(number: int) -> Request:
-    given = {
-        "prompt": [1] * 500,
-        "params": SamplingParams(),
-        "choice": 0,
-        "seed": 0,
-        "limit": 1024,
-        "submitted": 0,
-    }
-    found = Request(str(number), **given, stop_ids=frozenset(), arrival=number, effect=RequestEffect(0))  # type: ignore[arg-type]
-    found.slot = number
-    return found
+    prompt, stops, effect = [1] * 500, frozenset[int](), RequestEffect(0)
+    return Request(
+        str(number), prompt, SamplingParams(), 0, 0, 1024, stops, number, effect, submitted=0, slot=number
+    )
 
 
 def measure_answers(requests: int, tokens: int, share: float, rest: bool) -> None:
@@ -291,11 +241,16 @@ def measure_answers(requests: int, tokens: int, share: float, rest: bool) -> Non
             observer.left(long)
         observer.collected(stepped=True)
         times.append(time.process_time() - begin)
-    print(
-        f"share {share:.1f}  remember {1e6 * adding:.2f} us/token  follow {1e6 * sum(times) / count:.2f} us/token, "
-        f"{1e3 * statistics.median(times):.2f} ms/step, at most {1e3 * max(times):.1f}  "
-        f"sent {device.sent / count:.3f} and right {right / count:.4f} a token"
-    )
+    figures = {
+        "share": share,
+        "remember, us a token": 1e6 * adding,
+        "follow, us a token": 1e6 * sum(times) / count,
+        "ms a step": 1e3 * statistics.median(times),
+        "at most": 1e3 * max(times),
+        "sent a token": device.sent / count,
+        "right a token": right / count,
+    }
+    print(line(figures))
 
 
 def earlier_answers() -> None:

@@ -1,14 +1,15 @@
-"""A small asyncio HTTP client, and clients in a closed loop. It parses little, so that hundreds of streams cost the
+"""A small asyncio HTTP client, and loads: closed and open loops. It parses little, so that hundreds of streams cost the
 machine under test next to nothing, and it can disconnect at any moment. Imports only the standard library."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -166,6 +167,31 @@ async def closed_loop(
             connection.close()
 
     return [each for found in await asyncio.gather(*map(client, range(clients))) for each in found]
+
+
+async def open_loop(
+    url: str,
+    rate: float,
+    seconds: float,
+    jobs: Iterator[Job],
+    work: Callable[[Connection, Job], Awaitable[Found]],
+    rng: random.Random,
+) -> list[Found]:
+    """Jobs begin at ``rate`` a second, at random (Poisson), for ``seconds``, each over a connection of its own."""
+
+    async def one(job: Job) -> Found:
+        connection = Connection(url)
+        try:
+            return await work(connection, job)
+        finally:
+            connection.close()
+
+    begun: list[asyncio.Task[Found]] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        begun.append(asyncio.create_task(one(next(jobs))))
+        await asyncio.sleep(rng.expovariate(rate))
+    return list(await asyncio.gather(*begun))
 
 
 def request(path: str, body: bytes | None = None, headers: str = "") -> bytes:

@@ -72,13 +72,11 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def show(figures: Mapping[str, Any], indent: str = "") -> None:
-    """Print figures by name, one line for each and for each table of them."""
+    """Print figures by name; tables of them below each other, the tables in these indented."""
     for name, value in figures.items():
-        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
-            print(f"{indent}{name}")
-            show(value, indent + "  ")
-        else:
-            print(f"{indent}{name:24} {line(value) if isinstance(value, Mapping) else _short(value)}")
+        print(f"{indent}{name:24} {line(value) if isinstance(value, Mapping) else _short(value)}")
+        if isinstance(value, Mapping):
+            show({key: each for key, each in value.items() if isinstance(each, Mapping)}, indent + "  ")
 
 
 def _short(value: Any) -> str:

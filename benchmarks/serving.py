@@ -9,15 +9,16 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.http_client import Connection, Reply, closed_loop, request
-from benchmarks.results import options, run_command, write_results
+from benchmarks.http_client import Connection, Reply, closed_loop, open_loop, request
+from benchmarks.results import Figures, options, run_command, show, spread, write_results
 
 WORDS = [
     "the",
@@ -75,22 +76,20 @@ class Answer:
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-def body(load: Load, rng: random.Random) -> bytes:
-    sizes = load.prompt_tokens, load.new_tokens
-    if load.spread:
-        drawn = [n * rng.lognormvariate(-s * s / 2, s) for n, s in zip(sizes, (1.1, 0.9), strict=True)]
-        sizes = max(4, int(drawn[0])), max(4, int(drawn[1]))
-    prompt: Any = [rng.randrange(load.vocab // 2, load.vocab) for _ in range(sizes[0])]
-    if load.text:
-        prompt = " ".join(rng.choices(WORDS, k=sizes[0]))
-    asked = {
-        "model": load.model,
-        "prompt": prompt,
-        "max_tokens": sizes[1],
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    return json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}}).encode()
+def bodies(load: Load, client: int) -> Iterator[bytes]:
+    """The requests of a client, without end."""
+    rng = random.Random(f"{load.seed} {client}")
+    while True:
+        sizes = [load.prompt_tokens, load.new_tokens]
+        if load.spread:
+            drawn = [n * rng.lognormvariate(-s * s / 2, s) for n, s in zip(sizes, (1.1, 0.9), strict=True)]
+            sizes = [max(4, int(size)) for size in drawn]
+        prompt: Any = [rng.randrange(load.vocab // 2, load.vocab) for _ in range(sizes[0])]
+        if load.text:
+            prompt = " ".join(rng.choices(WORDS, k=sizes[0]))
+        fields = {"model": load.model, "prompt": prompt, "max_tokens": sizes[1], "ignore_eos": True}
+        streamed = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        yield json.dumps({**fields, **streamed}).encode()
 
 
 Outcome = tuple[float, Reply | str]
@@ -130,44 +129,25 @@ def read(outcome: Outcome) -> Answer:
     return answer
 
 
-async def run_clients(load: Load) -> list[Outcome]:
-    """``clients`` that ask ``rounds`` times."""
-
-    def bodies(number: int) -> Iterator[bytes]:
-        rng = random.Random(f"{load.seed} {number}")
-        return (body(load, rng) for _ in range(load.rounds))
-
-    return await closed_loop(load.url, load.clients, bodies, lambda each, sent: ask(each, load, sent))
-
-
-async def open_loop(load: Load) -> list[Outcome]:
-    rng, tasks = random.Random(load.seed), list[asyncio.Task[Outcome]]()
-
-    async def one(sent: bytes) -> Outcome:
-        connection = Connection(load.url)
-        try:
-            return await ask(connection, load, sent)
-        finally:
-            connection.close()
-
-    until = time.perf_counter() + load.seconds
-    while time.perf_counter() < until:
-        tasks.append(asyncio.create_task(one(body(load, rng))))
-        await asyncio.sleep(rng.expovariate(load.rate))
-    return list(await asyncio.gather(*tasks))
-
-
 def run(load: Load) -> list[Answer]:
-    return [*map(read, asyncio.run(run_clients(load) if load.clients else open_loop(load)))]
+    """The load of one process."""
+
+    def work(connection: Connection, sent: bytes) -> Awaitable[Outcome]:
+        return ask(connection, load, sent)
+
+    if load.clients:
+
+        def jobs(client: int) -> Iterator[bytes]:
+            return islice(bodies(load, client), load.rounds)
+
+        sending = closed_loop(load.url, load.clients, jobs, work)
+    else:
+        arrivals = random.Random(load.seed)
+        sending = open_loop(load.url, load.rate, load.seconds, bodies(load, 0), work, arrivals)
+    return [*map(read, asyncio.run(sending))]
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """In milliseconds."""
-    ordered = sorted(values) or [0.0]
-    return {f"p{p}": 1e3 * ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in (50, 90, 99)}
-
-
-def summary(answers: Sequence[Answer], slo_ttft: float, slo_tpot: float) -> dict[str, Any]:
+def summary(answers: Sequence[Answer], slo_ttft: float, slo_tpot: float) -> Figures:
     good = [answer for answer in answers if answer.error is None]
     begin = min(answer.at for answer in answers)
     seconds = max((answer.at + answer.last for answer in good), default=begin) - begin or 1e-9
@@ -180,44 +160,27 @@ def summary(answers: Sequence[Answer], slo_ttft: float, slo_tpot: float) -> dict
         "tokens_per_second": sum(answer.tokens for answer in good) / seconds,
         "requests_per_second": len(good) / seconds,
         "goodput_per_second": len(within) / seconds,
-        "ttft_ms": percentiles([answer.first for answer in good]),
-        "tpot_ms": percentiles([answer.per_token for answer in good]),
-        "gap_ms": percentiles([gap for answer in good for gap in answer.gaps]),
-        "end_to_end_ms": percentiles([answer.last for answer in good]),
+        "ttft_ms": spread([1e3 * answer.first for answer in good]),
+        "tpot_ms": spread([1e3 * answer.per_token for answer in good]),
+        "gap_ms": spread([1e3 * gap for answer in good for gap in answer.gaps]),
+        "end_to_end_ms": spread([1e3 * answer.last for answer in good]),
     }
 
 
-def load_line(name: str, found: dict[str, Any]) -> str:
-    parts = [f"{found[what][p]:8.1f}" for what in ("ttft_ms", "tpot_ms", "gap_ms") for p in ("p50", "p99")]
-    counts = f"{found['requests']:8d} {found['failed']:6d}"
-    return f"{name:>9} {counts} {found['tokens_per_second']:9.0f} {found['goodput_per_second']:8.2f} {' '.join(parts)}"
-
-
-NAMES = ("requests", "failed", "tokens/s", "good/s", "ttft p50", "p99", "tpot p50", "p99", "gap p50", "p99")
-WIDTHS = (8, 6, 9, 8, 8, 8, 8, 8, 8, 8)
-HEADER = f"{'load':>9} " + " ".join(f"{name:>{width}}" for name, width in zip(NAMES, WIDTHS, strict=True))
-
-
-def shares(total: int, processes: int) -> list[int]:
-    """Of each process, none empty."""
-    return [n for i in range(processes) if (n := total // processes + (i < total % processes))]
-
-
-def loads(args: argparse.Namespace) -> list[tuple[str, list[Load]]]:
-    spread = args.lengths == "sharegpt"
-    common = (args.url, args.model, args.prompt_tokens, args.new_tokens, spread, args.text, args.vocab)
-    found = []
+def loads(args: argparse.Namespace) -> Iterator[tuple[str, list[Load]]]:
+    """Each load by name, in the parts that processes run."""
+    names = ("url", "model", "prompt_tokens", "new_tokens", "text", "vocab", "api_key")
+    common = {name: getattr(args, name) for name in names} | {"spread": args.lengths == "sharegpt"}
     for clients in args.clients if not args.rate else []:
-        each = enumerate(shares(clients, args.processes))
-        seed = 1000 * (clients + 1)
-        found.append((f"{clients}", [Load(*common, seed + i, args.api_key, n, args.rounds) for i, n in each]))
+        parts = [len(range(i, clients, args.processes)) for i in range(args.processes)]
+        seeds = enumerate(filter(None, parts), 1000 * (clients + 1))
+        yield (
+            f"{clients}",
+            [Load(**common, seed=seed, clients=part, rounds=args.rounds) for seed, part in seeds],
+        )
     for rate in args.rate or []:
-        parts = [
-            Load(*common, i, args.api_key, rate=rate / args.processes, seconds=args.seconds)
-            for i in range(args.processes)
-        ]
-        found.append((f"{rate:g}/s", parts))
-    return found
+        arrivals = {"rate": rate / args.processes, "seconds": args.seconds}
+        yield f"{rate:g}/s", [Load(**common, seed=i, **arrivals) for i in range(args.processes)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -255,15 +218,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--slo-tpot", type=float, default=50.0)
     add("--json", type=Path)
     args = parser.parse_args(argv)
-    print(HEADER)
-    rows = {}
+    rows: dict[str, Figures] = {}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for name, parts in loads(args):
             answers = [answer for found in pool.map(run, parts) for answer in found]
             rows[name] = summary(answers, args.slo_ttft, args.slo_tpot)
-            print(load_line(name, rows[name]), flush=True)
+            show({name: rows[name]})
             for error in rows[name]["errors"]:
-                print(f"          {error}", file=sys.stderr)
+                print(error, file=sys.stderr)
     if args.json is not None:
         given = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
         args.json.write_text(json.dumps({"given": given, "loads": rows}, indent=1, default=str) + "\n")
@@ -272,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 RUNNING = 256
 
 
-def measure_llm(llm: Any, clients: int, rounds: int, args: argparse.Namespace) -> dict[str, float]:
+def measure_llm(llm: Any, clients: int, rounds: int, args: argparse.Namespace) -> Figures:
     """Tokens and seconds of all rounds, prompts included."""
     from specserve import SamplingParams
 
