@@ -17,7 +17,14 @@ from unittest.mock import patch
 import specserve.models.read_config
 import specserve.process.assemble
 from benchmarks.closed_loop import NONE, ClosedLoop, Step, endless, forced_levels
-from benchmarks.common import load_options, make_prompts, parse_load, random_prompts, used_tokens
+from benchmarks.common import (
+    load_options,
+    make_prompts,
+    parse_load,
+    random_prompts,
+    scheduler_of,
+    used_tokens,
+)
 from benchmarks.results import Figures, keep_rows, line, options, run_command
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
@@ -85,11 +92,10 @@ def adaptive_llm(
         patch.object(specserve.process.assemble, "Runner", MeteredRunner),
         LLM(args.model, **given | settings) as llm,
     ):
-        assert llm.engine is not None
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
         policies |= {spelled(each): StaticShapes(each, padding) for each in fixed}
-        yield llm, policies | {"adaptive": llm.engine.policy}
+        yield llm, policies | {"adaptive": scheduler_of(llm).policy}
 
 
 def spelled(speculation: Speculation) -> str:
@@ -100,8 +106,7 @@ def spelled(speculation: Speculation) -> str:
 @contextmanager
 def under(llm: LLM, policy: ShapePolicy) -> Iterator[None]:
     """The engine's steps have the shapes of ``policy``; it is told of all of them before the next one rules."""
-    engine = llm.engine
-    assert engine is not None
+    engine = scheduler_of(llm)
     before, engine.policy = engine.policy, policy
     try:
         yield
@@ -143,13 +148,12 @@ class Run:
 
 def run_load(llm: LLM, policy: ShapePolicy, load: Load, turn: int = 0) -> Run:
     """The load under a policy, from a full batch on."""
-    assert llm.engine is not None
-    runner = llm.engine.runner
+    runner = scheduler_of(llm).runner
     assert isinstance(runner, MeteredRunner)
     first = turn * (load.batch + load.requests)
     jobs = {"": endless(load.prompts, load.new_tokens, first, temperature=load.temperature, ignore_eos=True)}
     wanted = {"": load.batch}
-    with ClosedLoop(llm.engine, policy, jobs) as loop:
+    with ClosedLoop(scheduler_of(llm), policy, jobs) as loop:
         loop.fill(wanted)
         begin, earlier = loop.now(), len(runner.prefills)
         loop.run_requests(wanted, load.requests)
@@ -244,7 +248,7 @@ def still_worth(policies: Mapping[str, ShapePolicy], found: Mapping[str, dict[st
 def row_line(row: Figures) -> str:
     """The controller against the best of the others, by the clock and by the device time of steps; then each policy."""
     policies = row["policies"]
-    ratios = {}
+    ratios: dict[str, float] = {}
     for figure in ("tokens_per_second", "while_stepping"):
         ours, best = policies["adaptive"][figure], best_of(policies, figure)
         ratios |= {f"{figure} / {name}": ours / policies[name][figure] for name in (best, "off")}
@@ -415,7 +419,7 @@ def never_right() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(DRAFTS), default=list(DRAFTS))
     parser.add_argument("--repeats", type=int, default=3)
     chosen = parser.parse_args()
-    time.perf_counter = time.process_time  # type: ignore[assignment]
+    time.perf_counter = time.process_time
     fixed: dict[str, Any] = {"prompts": "heldout", "prompt_tokens": 64, "new_tokens": 200, "requests": 3}
     args = argparse.Namespace(
         model=str(BUNDLED_MODEL), eagle3=None, dtype="auto", repeats=chosen.repeats, **fixed

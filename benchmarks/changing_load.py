@@ -23,6 +23,7 @@ from benchmarks.common import (
     load_prompts,
     parse_load,
     random_prompts,
+    scheduler_of,
     used_tokens,
 )
 from benchmarks.results import Figures, line, medians, run_command, show, write_results
@@ -68,9 +69,8 @@ def run_scenario(
     llm: LLM, policy: ShapePolicy, jobs: Jobs, stages: Sequence[int], seconds: float
 ) -> tuple[list[Stage], list[Step], list[Delivery]]:
     """All stages, one after the other. Requests of a stage that has ended run to their ends."""
-    assert llm.engine is not None
     ran = []
-    with ClosedLoop(llm.engine, policy, jobs) as loop:
+    with ClosedLoop(scheduler_of(llm), policy, jobs) as loop:
         for requests in stages:
             for kind in KINDS:
                 begin = loop.now()
@@ -119,13 +119,13 @@ def measure(
     for _ in range(args.repeats):
         for name, policy in policies.items():
             jobs = {kind: endless(prompts[kind], args.new_tokens, **SAMPLING[kind]) for kind in KINDS}
-            stages, *records = run_scenario(llm, policy, jobs, args.stages, args.seconds)
+            stages, steps, deliveries = run_scenario(llm, policy, jobs, args.stages, args.seconds)
             rows = [
-                {"requests": s.requests, "kind": s.kind, **summarize(s.begin, s.end, *records)}
+                {"requests": s.requests, "kind": s.kind, **summarize(s.begin, s.end, steps, deliveries)}
                 for s in stages
             ]
             found[name]["rounds"].append(rows)
-            found[name]["windows"] = windows(args.window, *records)
+            found[name]["windows"] = windows(args.window, steps, deliveries)
     return found
 
 
@@ -144,11 +144,10 @@ def warm_up(
     llm: LLM, policies: Mapping[str, ShapePolicy], prompts: Sequence[list[int]], most: int, seconds: float
 ) -> None:
     """Kernels compile, and pinned memory grows, before anything is timed."""
-    assert llm.engine is not None
     for name, policy in policies.items():
         if name != "adaptive":  # which learns from what it runs
             jobs = {"code": endless(prompts, 16, temperature=0.0)}
-            with ClosedLoop(llm.engine, policy, jobs) as loop:
+            with ClosedLoop(scheduler_of(llm), policy, jobs) as loop:
                 loop.run({"code": most}, seconds)
 
 
@@ -281,8 +280,7 @@ def easiest(
 
 def outside_draft(llm: LLM, tokens: int) -> dict[int, float]:
     """A bias to those of the first ``tokens`` ids that cannot be drafted, as many as a request may have."""
-    assert llm.engine is not None
-    drafter = llm.engine.runner.context.drafter
+    drafter = scheduler_of(llm).runner.context.drafter
     inside = set() if drafter.vocab is None else set(drafter.vocab.ids.tolist())
     outside = [token for token in range(tokens) if token not in inside]
     return dict.fromkeys(outside[: MAX_BIAS - 16], OUTSIDE)
@@ -304,14 +302,13 @@ def run_mixed(
     llm: LLM, policy: ShapePolicy, halves: Halves, cap: int | None, args: argparse.Namespace
 ) -> dict[str, float]:
     """Tokens a second, and tokens a step of each half, once the batch is full and its requests out of step."""
-    assert llm.engine is not None
     speculation = RequestSpeculation(max_draft_tokens=cap)
     jobs = {
         half: endless(prompts, args.new_tokens, **sampling, speculation=speculation)
         for half, (prompts, sampling) in halves.items()
     }
     wanted = {"easy": args.batch // 2, "hopeless": args.batch - args.batch // 2}
-    with ClosedLoop(llm.engine, policy, jobs) as loop:
+    with ClosedLoop(scheduler_of(llm), policy, jobs) as loop:
         loop.run(wanted, args.settle)
         begin = loop.now()
         loop.run(wanted, args.seconds)
@@ -399,8 +396,8 @@ def mixed_batch() -> None:
         deepest = spelled(max(uniform, key=lambda each: (each[1] == 1, each[0])))
         halves, lengths = make_halves(llm, policies[deepest], args)
         print(f"easy dialogues give {min(lengths)} to {max(lengths)} tokens a step of {deepest}")
-        figures = {"cases": measure_mixed(llm, policies, named, halves, args), "easy_lengths": lengths}
-    figures |= compare_mixed(figures["cases"])
+        found = measure_mixed(llm, policies, named, halves, args)
+    figures = {"cases": found, **compare_mixed(found), "easy_lengths": lengths}
     show(figures)
     print(write_results("mixed_batch", figures, args.output))
 

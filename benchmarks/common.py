@@ -23,6 +23,7 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.outputs import RequestOutput
+from specserve.scheduler.scheduler import Scheduler
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"
@@ -217,6 +218,12 @@ def drawn(path: Path, rows: int, **subplots: Any) -> Iterator[tuple[Any, Any]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def scheduler_of(llm: LLM) -> Scheduler:
+    """The engine, which is in this process."""
+    assert isinstance(llm.engine, Scheduler)
+    return llm.engine
 
 
 def generate_timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[RequestOutput]]:

@@ -17,9 +17,8 @@ import jsonschema
 import llguidance
 import numpy as np
 
-from benchmarks.common import shape_settings, tokens_per_step
-from benchmarks.configurations import SPECULATION
-from benchmarks.lossless import first_difference
+from benchmarks.common import tokens_per_step
+from benchmarks.lossless import Models, first_difference, speculation_settings
 from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
@@ -257,13 +256,12 @@ def run(
                 logit_bias=None if kind is None or kind.bias is None else dict(kind.bias),
             )
         )
-    rows, expected = [], []
-    ended, invalid = Counter[str](), []
+    rows, expected = list[Row](), list[list[int]]()
+    ended, invalid = Counter[str](), list[str]()
     for speculation in ("off", *speculated):
         begin = time.perf_counter()
-        with LLM(
-            str(model), dtype=dtype, context_length=256, max_running_requests=16, **_settings(speculation)
-        ) as llm:
+        settings = speculation_settings(Models(model, BUNDLED_DRAFTS), speculation)
+        with LLM(str(model), dtype=dtype, context_length=256, max_running_requests=16, **settings) as llm:
             found = llm.generate(prompts, params)
         if not rows:
             expected = [each.token_ids for each in found]
@@ -280,15 +278,6 @@ def run(
         rows.append(Row(speculation, texts, identical, tokens_per_step(found), seconds))
         show(f"{rows[-1]}")
     return Report(rows, dict(ended), dict(Counter(labels)), invalid)
-
-
-def _settings(name: str) -> dict[str, Any]:
-    if (speculation := SPECULATION[name]) is None:
-        return {}
-    algorithm, steps, topk, tokens = speculation
-    draft = BUNDLED_DRAFTS.get(algorithm.partition("+")[0])
-    given = {} if draft is None else {"speculative_draft_model_path": str(draft)}
-    return {"speculative_algorithm": algorithm, **shape_settings((steps, topk, tokens)), **given}
 
 
 def main() -> None:

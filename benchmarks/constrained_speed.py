@@ -28,6 +28,7 @@ from benchmarks.common import (
     make_prompts,
     open_llm,
     parse_load,
+    scheduler_of,
     shape_settings,
     tokens_per_step,
     weights_kept,
@@ -264,8 +265,7 @@ def _mark() -> Event:
 
 def run(llm: LLM, prompts: list[list[int]], grammar: str | None, tokens: int) -> tuple[float, int, int]:
     """Seconds, steps of the request that took most, and steps without a CUDA graph."""
-    assert llm.engine is not None
-    eager = llm.engine.stats().eager_steps
+    eager = scheduler_of(llm).stats().eager_steps
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=grammar is None, grammar=grammar)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
@@ -275,7 +275,7 @@ def run(llm: LLM, prompts: list[list[int]], grammar: str | None, tokens: int) ->
     return (
         seconds,
         max(output.speculation.steps for output in outputs),
-        llm.engine.stats().eager_steps - eager,
+        scheduler_of(llm).stats().eager_steps - eager,
     )
 
 
@@ -384,7 +384,7 @@ def measure_due_text(count: int) -> Iterator[Figures]:
         msgspec.structs.replace(each, grammar=grammars[index % len(grammars)])
         for index, each in enumerate(free)
     ]
-    nothing = patch.object(Masks, "forced", lambda *_: [])
+    nothing: Any = patch.object(Masks, "forced", lambda *_: [])
     expected: dict[str, list[list[int]]] = {}
     for algorithm, shape in DUE_TEXT_SHAPES:
         row: Figures = {"algorithm": algorithm, "shape": shape}

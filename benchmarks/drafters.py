@@ -8,10 +8,9 @@ accepted, so batches stay full; what drafts gain is not measured here. At batch 
 one run. The target is loaded once, and kernels are compiled before, on all cores.
 
 ``ratio_to_off``: to plain decoding of this batch. ``ratio_to_free``: to ``FREE``, the same step with drafts that cost
-nothing: seven constants drafted and eight tokens verified. ``ratio_to_floor``, of ``STANDALONE`` on an H200: to reading
-at 4.23 TB/s the target's weights once and the draft's once a level (quantized draft layers in 8 bits). ``--controller``
-leaves the shape to the controller, which has to find that drafts never help: ``ratio_to_off`` is then what it loses. A
-row is written as soon as it is measured, so that a run that is cut keeps its rows.
+nothing: seven constants drafted and eight tokens verified. ``--controller`` leaves the shape to the controller, which
+has to find that drafts never help: ``ratio_to_off`` is then what it loses. A row is written as soon as it is measured,
+so that a run that is cut keeps its rows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 
 from benchmarks.common import SPARE_POSITIONS, Shape, parse_load, random_prompts, shape_settings, weights_kept
 from benchmarks.cost_faithful import RANDOM, SHAPES, Family, Maker, Named, Sizes, scramble, write
-from benchmarks.floors import READ_BYTES_PER_S, applies
 from benchmarks.results import Figures, keep_rows, options
 from benchmarks.steps import measure
 from examples.bundled_model.save_target import target_config
@@ -142,15 +140,6 @@ def tensors_of(module: nn.Module) -> Named:
     return iter(file_tensors(module).items())
 
 
-def read_bytes(path: Path, itemsize: float) -> float:
-    """Of a target's or a draft model's weights that a step reads: layers of ``itemsize`` bytes a number, a head of 2.
-    An embedding is read row by row."""
-    model = empty(load_model_config(path))
-    numbers = sum(each.numel() for each in model.layers.parameters())
-    config = model.config
-    return numbers * itemsize + 2 * config.vocab_size * config.hidden_size
-
-
 BATCHES = (1, 16, 64)
 
 
@@ -201,7 +190,6 @@ class Case(NamedTuple):
     method: str
     shape: Shape | None = (7, 1, 8)
     draft: str | None = None
-    quantization: str = "auto"
     batches: Sequence[int] = BATCHES
 
 
@@ -213,7 +201,6 @@ CASES = {
     "STANDALONE": Case("STANDALONE", (4, 1, 5), "standalone"),
     "EAGLE3": Case("EAGLE3", draft="eagle3"),
     "MEDUSA": Case("MEDUSA", (5, 1, 6), "medusa"),
-    "STANDALONE bf16": Case("STANDALONE", (4, 1, 5), "standalone", "none", (1,)),
     "EAGLE3+NGRAM": Case("EAGLE3+NGRAM", draft="eagle3"),
     "LOOKAHEAD": Case("LOOKAHEAD", None),
 }
@@ -227,7 +214,6 @@ def settings_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         given |= shape_settings(case.shape)
     if case.draft is not None:
         given["speculative_draft_model_path"] = str(args.pair / RANDOM / case.draft)
-        given["speculative_draft_quantization"] = case.quantization
     largest = max(sizes_of(case, args))
     return given | {
         "model_path": args.model,
@@ -262,19 +248,15 @@ def run_case(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"drafter": name, "shape": shape, "batch": size, **found}
 
 
-def compared(row: dict[str, Any], rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """The row with its ratios to what was measured before it, and to its floor."""
+def compared(row: Figures, rows: Sequence[Figures]) -> Figures:
+    """The row with its ratios to what was measured before it."""
     ms = {(each["drafter"], each["batch"]): each["ms_per_step"] for each in (*rows, row)}
-    off, free = ms.get(("off", row["batch"])), ms.get(("FREE", row["batch"]))
-    case, floor = CASES[row["drafter"]], None
-    if case.draft == "standalone" and case.shape and row["batch"] == 1 and applies(args.model):
-        # Int8 has a scale of 4 bytes for 128 numbers.
-        item = 2.0 if case.quantization == "none" else 1 + 4 / 128
-        draft = case.shape[0] * read_bytes(args.pair / RANDOM / case.draft, item)
-        floor = (read_bytes(Path(args.model), 2) + draft) / READ_BYTES_PER_S * 1e3
-    over = {"off": off, "free": free if case.shape == CASES["FREE"].shape else None, "floor": floor}
-    ratios = {f"ratio_to_{name}": each and row["ms_per_step"] / each for name, each in over.items()}
-    return {**row, "floor_ms": floor, **ratios}
+    same_shape = CASES[row["drafter"]].shape == CASES["FREE"].shape
+    over = {
+        "off": ms.get(("off", row["batch"])),
+        "free": ms.get(("FREE", row["batch"])) if same_shape else None,
+    }
+    return row | {f"ratio_to_{name}": each and row["ms_per_step"] / each for name, each in over.items()}
 
 
 def measure_all(args: argparse.Namespace, failed: list[str]) -> Iterator[Figures]:
@@ -283,7 +265,7 @@ def measure_all(args: argparse.Namespace, failed: list[str]) -> Iterator[Figures
     for name in args.only:
         try:
             for found in run_case(name, args):
-                rows.append(compared(found, rows, args) | {"at_seconds": time.perf_counter() - begin})
+                rows.append(compared(found, rows) | {"at_seconds": time.perf_counter() - begin})
                 yield rows[-1]
         except Exception:
             traceback.print_exc()

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import load_prompts, run_prompts, shape_settings, tokens_per_step
+from benchmarks.common import load_prompts, run_prompts, scheduler_of, shape_settings, tokens_per_step
 from benchmarks.results import Figures, keep_rows, options
 from examples.bundled_model.generators.common import Sampler
 from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_turn, open_dialogue
@@ -33,7 +33,6 @@ from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.outputs import RequestOutput
-from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.token_map.ranking import Ranking
 from specserve.tools.token_map.write import write_map
 
@@ -130,8 +129,7 @@ class Bench:
             f"{FLAG}_start": self._write(home, size),
         }
         with open_llm(self.args, **settings) as llm:
-            assert isinstance(llm.engine, Scheduler)
-            dynamic = llm.engine.runner.context.drafter.dynamic_map
+            dynamic = scheduler_of(llm).runner.context.drafter.dynamic_map
             assert dynamic is not None
             before, _ = measure(llm, self._traffic[domain])
             figures, _ = measure(llm, self.prompts[domain])

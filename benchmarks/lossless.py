@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 import specserve.speculation.sampler
-from benchmarks.common import PROMPTS, read_prompts, shape_settings, tokens_per_step
+from benchmarks.common import ADAPTIVE, PROMPTS, read_prompts, scheduler_of, shape_settings, tokens_per_step
 from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, SPECULATION, Configuration, pairwise
 from benchmarks.results import options, write_results
 from specserve import LLM, SamplingParams
@@ -201,18 +201,20 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
         page = configuration["page"]
         pages = -(-max(item.limit for item in items) // page)
         settings["max_total_tokens"] = (pages + -(-pages // 4)) * page
-    speculation = SPECULATION[configuration["speculation"]]
-    if speculation is not None:
-        algorithm, steps, topk, tokens = speculation
-        if draft := models.draft_of(algorithm):
-            settings["speculative_draft_model_path"] = str(draft)
-        if (method := method_of(algorithm)) is not None and method.reads_datastore:
-            settings["speculative_datastore"] = str(models.drafts["REST"])
-        settings["speculative_algorithm"] = algorithm
-        if configuration.get("controller"):
-            settings["speculative_adaptive"] = True
-        else:
-            settings |= shape_settings((steps, topk, tokens))
+    controller = bool(configuration.get("controller"))
+    return settings | speculation_settings(models, configuration["speculation"], controller)
+
+
+def speculation_settings(models: Models, name: str, controller: bool = False) -> dict[str, Any]:
+    """The flags of one of ``SPECULATION``; the controller has no fixed shape."""
+    if (speculation := SPECULATION[name]) is None:
+        return {}
+    algorithm, drafting = speculation[0], ADAPTIVE if controller else speculation[1:]
+    settings = {"speculative_algorithm": algorithm, **shape_settings(drafting)}
+    if draft := models.draft_of(algorithm):
+        settings["speculative_draft_model_path"] = str(draft)
+    if (method := method_of(algorithm)) is not None and method.reads_datastore:
+        settings["speculative_datastore"] = str(models.drafts["REST"])
     return settings
 
 
@@ -244,8 +246,7 @@ def run_configuration(
     prompts = [item.prompt for item in items]
     with open_llm(models, **settings_of(models, configuration, items)) as llm:
         outputs = llm.generate(prompts, params)
-        assert llm.engine is not None
-        preemptions = llm.engine.stats().preemptions
+        preemptions = scheduler_of(llm).stats().preemptions
     differing = [i for i, output in enumerate(outputs) if output.token_ids != texts[i]]
     differences = []
     if differing:

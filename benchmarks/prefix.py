@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import load_prompts
 from benchmarks.http_client import Reply, as_json, ask_once, request, send_all, send_in_turn
-from benchmarks.results import options, show, spread, write_results
+from benchmarks.results import Figures, options, show, spread, write_results
 from benchmarks.server import serving, settings
 from benchmarks.traffic import CHAT
 from specserve.config.paths import BUNDLED_MODEL
@@ -117,7 +117,7 @@ def main() -> None:
         cached["at once again"] = asyncio.run(send_all(server.url, raws))
     with serving(*flags, "--disable-radix-cache") as server:
         cold = measure_prefix(server, raws)
-    found = {
+    found: Figures = {
         "with the prefix cache": {name: figures_of(replies) for name, replies in cached.items()},
         "without": {name: figures_of(replies) for name, replies in cold.items()},
         "times sooner": prefix_ratios(cached, cold),

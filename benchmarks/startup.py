@@ -27,7 +27,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.common import eagle3_settings, parse_drafting
+from benchmarks.common import eagle3_settings, parse_drafting, scheduler_of
 from benchmarks.http_client import as_json, ask_once, request, send_all
 from benchmarks.results import Figures, line, options, write_results
 from benchmarks.server import metrics, started
@@ -154,8 +154,7 @@ def through_llm(settings: dict[str, Any], begin: float) -> None:
     with LLM(**settings) as llm:
         seconds = time.time() - begin
         rates = measure(lambda prompts: llm.generate(prompts, params))
-        assert llm.engine is not None
-        stats = llm.engine.stats()
+        stats = scheduler_of(llm).stats()
     zeros = {"late_kernels": stats.late_kernels, "eager_steps": stats.eager_steps}
     print(json.dumps({"seconds": seconds, "rates": rates, **zeros}))
 

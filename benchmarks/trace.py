@@ -25,8 +25,8 @@ from benchmarks.common import (
     parse_load,
     parse_shape,
 )
-from benchmarks.floors import HEAD_DIM, KV_HEADS, LAYERS, READ_BYTES_PER_S, applies, step_ms
 from benchmarks.results import Figures, line, run_command, show, write_results
+from benchmarks.steps import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS, READ_BYTES_PER_S, applies, step_ms
 
 KINDS = (
     ("gemm", ("gemm", "nvjet", "cutlass", "splitK", "xmma", "cublas", "_linear")),
@@ -217,7 +217,7 @@ def main() -> None:
     print(write_results(f"step_trace_{args.shape.replace(',', '_')}_b{args.batch}", found, args.output))
 
 
-HIDDEN, INNER, VOCAB, DRAFT_VOCAB, QKV = 4096, 14336, 128256, 32000, 6144
+INNER, VOCAB, DRAFT_VOCAB, QKV = 14336, 128256, 32000, 6144
 WEIGHTS = {
     "qkv": HIDDEN * QKV,
     "o": HIDDEN * HIDDEN,
@@ -278,7 +278,7 @@ def bars(steps: Sequence[Sequence[Event]], context: int) -> list[dict[str, Any]]
     equal = [step for step in steps if len(step) == size]
     names = parts(equal[0])
     times = [own_times(step) for step in equal]
-    rows = []
+    rows: list[Figures] = []
     for part in dict.fromkeys(names):
         at = [index for index, name in enumerate(names) if name == part]
         us = median(sum(time[index] for index in at) for time in times)

@@ -16,7 +16,6 @@ import torch
 from benchmarks import (
     constrained_speed,
     drafters,
-    floors,
     steps,
     suite,
     tuner,
@@ -156,10 +155,10 @@ def test_weights_are_rounded_once_for_engines_that_share_them() -> None:
 
 
 def test_floors_of_quantized_weights() -> None:
-    plain = {kind: floors.step_ms(None, 1, 0, kind) for kind in ("fp8", "int8", "int4")}
+    plain = {kind: steps.step_ms(None, 1, 0, kind) for kind in ("fp8", "int8", "int4")}
     assert plain["fp8"] == plain["int8"] == pytest.approx((6.98 + 2 * 0.525) / 4.23, abs=1e-3)
     assert plain["int4"] == pytest.approx((6.98 * 66 / 128 + 2 * 0.525) / 4.23, abs=1e-3)
-    assert floors.step_ms(None, 256, 0, "int4") == pytest.approx(2 * 7.505 * 256 / 790, abs=1e-3)
+    assert steps.step_ms(None, 256, 0, "int4") == pytest.approx(2 * 7.505 * 256 / 790, abs=1e-3)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("no such option")])
