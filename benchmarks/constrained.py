@@ -63,26 +63,26 @@ def marked_model(folder: Path) -> Path:
     return folder
 
 
-PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {
+def closed(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+    """A schema of objects with these properties alone, of which some are required, or all if none is named."""
+    names = required or properties
+    fields = {"properties": properties, "required": [*names], "additionalProperties": False}
+    return {"type": "object", **fields, **more}
+
+
+PERSON = closed(
+    {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
     },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-WEATHER: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"$ref": "#/$defs/city"},
-        "days": {"type": "integer", "minimum": 0, "maximum": 14},
-    },
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"city": {"enum": ["Rome", "Zürich", "São Paulo"]}},
-}
+    *("name", "age"),
+)
+WEATHER = closed(
+    {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 0, "maximum": 14}},
+    "city",
+    **{"$defs": {"city": {"enum": ["Rome", "Zürich", "São Paulo"]}}},
+)
 TREE: dict[str, Any] = {
     "type": "object",
     "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}, "leaf": {"type": "boolean"}},

@@ -33,7 +33,7 @@ from benchmarks.common import (
     tokens_per_step,
     weights_kept,
 )
-from benchmarks.constrained import PERSON, WEATHER
+from benchmarks.constrained import PERSON, WEATHER, closed
 from benchmarks.results import Figures, keep_rows, line, medians, options, run_command
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
@@ -104,13 +104,7 @@ def measure(
     clock: Callable[[], float],
 ) -> dict[str, float]:
     """Microseconds of the parts of a step, and of its masks for each node."""
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
-    params = SamplingParams(grammar=json_schema(schema))
+    params = SamplingParams(grammar=json_schema(closed(properties)))
     for _ in range(batch):  # as each request does
         grammars.compile(params.grammar or "").result()
     size, spare = DRAFTED + 1, len(tokens) - (DRAFTED + 1) * (STEPS + 1)
@@ -184,10 +178,8 @@ Event = Any  # None on a CPU
 
 def endless(properties: dict[str, Any]) -> str:
     """A grammar of an object with an array of objects, more than any answer has room for."""
-    closed = {"type": "object", "additionalProperties": False}
-    item = {**closed, "properties": properties, "required": [*properties]}
-    rows = {"type": "array", "items": item, "minItems": 100_000}
-    return json_schema({**closed, "properties": {"rows": rows}, "required": ["rows"]})
+    rows = {"type": "array", "items": closed(properties), "minItems": 100_000}
+    return json_schema(closed({"rows": rows}))
 
 
 def with_vocabulary(model: Path, folder: Path) -> str:
@@ -349,22 +341,14 @@ def main() -> None:
 
 
 _NAME = {"type": "string", "maxLength": 12}
-BOOK: dict[str, Any] = {
-    "type": "object",
-    "properties": {
+BOOK = closed(
+    {
         "title": {"type": "string", "maxLength": 30},
         "published": {"type": "boolean"},
         "rating": {"enum": ["excellent", "good", "poor"]},
-        "author": {
-            "type": "object",
-            "properties": {"first_name": _NAME, "last_name": _NAME},
-            "required": ["first_name", "last_name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["title", "published", "rating", "author"],
-    "additionalProperties": False,
-}
+        "author": closed({"first_name": _NAME, "last_name": _NAME}),
+    }
+)
 DUE_TEXT_SHAPES: list[tuple[str, tuple[int, int, int]]] = [
     ("EAGLE3", (5, 1, 6)),
     ("EAGLE3", (5, 4, 16)),

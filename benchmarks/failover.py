@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -22,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import load_prompts
 from benchmarks.http_client import Connection, Reply, as_json, closed_loop, request
-from benchmarks.results import options, run_command, write_results
+from benchmarks.results import options, run_command, show, write_results
 from tests.front.processes import Server
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "docker"
@@ -303,10 +304,7 @@ def main() -> int:
     Clients ask for greedy completions of the bundled model without pause, for streams half of the time. Ends with code
     1 when a request that is not streamed failed, or a stream looked whole and was not.
     """
-    parser = options(main.__doc__)
-    parser.add_argument("--clients", type=int, default=12, help="each asks for a stream half of the time")
-    parser.add_argument("--seconds", type=float, default=20, help="of load around each event")
-    args = parser.parse_args()
+    args = options_of(main.__doc__)
     with tempfile.TemporaryDirectory() as directory, two_servers() as servers:
         for server in servers.values():
             server.wait_ready()
@@ -320,9 +318,15 @@ def main() -> int:
 def finish(name: str, figures: dict[str, Any], output: Path | None) -> int:
     """Write and print the figures, and return the exit code."""
     write_results(name, figures, output)
-    for key, value in figures.items():
-        print(f"{key}: {value}")
+    show(figures)
     return int(figures["lost"] > 0 or figures.get("exit code after SIGTERM", 0) != 0)
+
+
+def options_of(description: str | None) -> argparse.Namespace:
+    parser = options(description)
+    parser.add_argument("--clients", type=int, default=12, help="each asks for a stream half of the time")
+    parser.add_argument("--seconds", type=float, default=20, help="of load around each event")
+    return parser.parse_args()
 
 
 def replica_pids() -> dict[str, int]:
@@ -383,10 +387,7 @@ def replicas() -> int:
 
     Needs `pip install "ray[serve]"`. Load and exit code are those of `python -m benchmarks.failover`.
     """
-    parser = options(replicas.__doc__)
-    parser.add_argument("--clients", type=int, default=12, help="each asks for a stream half of the time")
-    parser.add_argument("--seconds", type=float, default=20, help="of load before and after")
-    args = parser.parse_args()
+    args = options_of(replicas.__doc__)
     import ray
     from ray import serve
     from ray.serve.schema import ApplicationStatus

@@ -74,7 +74,7 @@ def line(row: Mapping[str, Any]) -> str:
 def show(figures: Mapping[str, Any], indent: str = "") -> None:
     """Print figures by name; tables of them below each other, the tables in these indented."""
     for name, value in figures.items():
-        print(f"{indent}{name:24} {line(value) if isinstance(value, Mapping) else _short(value)}")
+        print(f"{indent}{name:24} {line(value) if isinstance(value, Mapping) else _short(value)}", flush=True)
         if isinstance(value, Mapping):
             show({key: each for key, each in value.items() if isinstance(each, Mapping)}, indent + "  ")
 
