@@ -26,8 +26,8 @@ from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, REFUSA
 from tests.front.live import Live, live
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
-FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "float32"]
+FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2", "--speculative-eagle-topk", "2"]
+FLAGS += ["--speculative-num-draft-tokens", "4", "--device", "cpu", "--dtype", "float32"]
 FLAGS += ["--max-running-requests", "16"]  # all cases are asked at once
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",
@@ -238,13 +238,13 @@ def test_usage_of_each_chunk(caller: Caller, route: str, last: bool) -> None:
     assert sum(prompt for prompt, _, _ in ends.values()) == 2 * whole.usage.prompt_tokens
 
 
-SAMPLED = {"temperature": 1.0, "max_tokens": 24, "seed": 3}
+SAMPLED = {"temperature": 1.0, "max_tokens": 16, "seed": 3}
 LOSSLESS: list[dict[str, Any]] = [
     {"n": 3},
     {"n": 2, "best_of": 3},
     {"logprobs": 5, "frequency_penalty": 1},
     {"echo": True, "logprobs": 2, "top_p": 0.9},
-    {"min_tokens": 20, "stop": ["a", "e", " "], "logprobs": 0},
+    {"min_tokens": 12, "stop": ["a", "e", " "], "logprobs": 0},
     {"ignore_eos": True, "logprobs": 1, "logit_bias": {"300": 3}},
 ]
 
