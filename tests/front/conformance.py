@@ -26,7 +26,12 @@ CALLED = {"role": "assistant", "tool_calls": [CALL]}
 TWICE = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "2"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 LIKELY = 300  # some token, made likely or impossible
-HOT = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True, "logit_bias": {str(LIKELY): 16}}  # it comes twice
+HOT = {
+    "temperature": 1.5,
+    "max_tokens": 12,
+    "ignore_eos": True,
+    "logit_bias": {str(LIKELY): 16},
+}  # it comes twice
 
 
 class Seen(Protocol):

@@ -122,29 +122,6 @@ def test_many_clients_at_once(client: openai.OpenAI) -> None:
     assert answers == {index: f"prompt {index};" for index in range(30)}
 
 
-def test_engine_that_dies_and_is_not_replaced(model: Path) -> None:
-    with running("build_slow", model, "--engine-restarts", "0", NO_TEXT) as server:
-        server.wait_ready()
-        failures: list[openai.APIStatusError] = []
-
-        def ask() -> None:
-            with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
-                try:
-                    client.completions.create(model="tiny", prompt=[97], max_tokens=250)
-                except openai.APIStatusError as error:
-                    failures.append(error)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        wait(lambda: server.running() == 1, 10)
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        asking.join(10)
-        assert [error.status_code for error in failures] == [503]
-        assert "the engine is gone: its process ended with code -9" in failures[0].message
-        assert server.finish() == 1
-        assert "Traceback" not in "".join(server.lines)
-
-
 def test_engine_that_is_told_to_end_while_it_ends(model: Path) -> None:
     """By a front that heard its last words before its process was gone."""
     with running("build_told_twice", model, "--engine-restarts", "0", NO_TEXT) as server:
@@ -156,29 +133,6 @@ def test_engine_that_is_told_to_end_while_it_ends(model: Path) -> None:
             client.completions.create(model="tiny", prompt=[97], seed=14)
         assert server.finish() == 1
         assert "Exception ignored" not in "".join(server.lines)
-
-
-def test_stop_while_answering(model: Path) -> None:
-    """The answer under way is given, then both processes are gone, with their sockets."""
-    with running("build_slow", model) as server:
-        server.wait_ready()
-        engine = server.engine_pid()
-        texts: list[str] = []
-
-        def ask() -> None:
-            with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
-                found = client.completions.create(model="tiny", prompt="a", max_tokens=100)
-                texts.append(found.choices[0].text)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        wait(lambda: server.running() == 1, 10)
-        server.process.send_signal(signal.SIGINT)
-        assert server.finish() == 0
-        asking.join(10)
-        assert texts == ["a" * 100]
-        wait(lambda: not Path(f"/proc/{engine}").exists(), 5)
-        assert "Traceback" not in "".join(server.lines)
 
 
 def test_stop_says_nothing_of_leaks() -> None:
