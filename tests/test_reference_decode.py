@@ -13,7 +13,7 @@ from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import load_checkpoint, make_llama
 
 PROMPT = (1, 5, 9, 33)
-COUNT = 14
+COUNT = 10
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 1.0, "seed": 7},

@@ -65,18 +65,14 @@ def answers(scheduler: Scheduler) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape"),
-    [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 7)), ("P_EAGLE", (3, 2, 7))],
-    ids=["eagle", "eagle3", "p_eagle"],
-)
-@pytest.mark.parametrize(
-    "sizes",
+    ("algorithm", "shape", "sizes"),
     [
-        PROMPT_SIZES,
-        (PromptSize(2, 12), PromptSize(5, 48)),
-        (PromptSize(2, 12), PromptSize(4, 120, longest=120)),
+        ("EAGLE", (3, 1, 4), PROMPT_SIZES),
+        ("EAGLE3", (3, 2, 7), (PromptSize(2, 12), PromptSize(5, 48))),
+        ("P_EAGLE", (3, 2, 7), (PromptSize(2, 12), PromptSize(4, 120, longest=120))),
+        ("P_EAGLE", (3, 2, 7), PROMPT_SIZES),
     ],
-    ids=["ours", "other", "long"],
+    ids=["eagle, ours", "eagle3, other", "p_eagle, long", "p_eagle, ours"],
 )
 def test_gives_what_launches_of_any_size_give(
     algorithm: str, shape: tuple[int, int, int], sizes: Sequence[PromptSize], agreeing: Checkpoints

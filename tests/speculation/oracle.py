@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,12 @@ SAMPLING: dict[str, SamplingParams] = {
         min_tokens=5,
     ),
 }
+
+
+def half(some: Iterable[Any], others: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Half of all pairs: each value with every second one of the others, and neighbours with other ones."""
+    listed = list(others)
+    return [(a, b) for i, a in enumerate(some) for j, b in enumerate(listed) if (i + i // 2 + j) % 2 == 0]
 
 
 def reference_params(params: SamplingParams, prompt: Sequence[int], choice: int = 0) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from tests.engines import Answer, Checkpoints, Drafted, Shape, answer_all, answer_one, record_drafts
 from tests.reference import tree
 from tests.reference.decode import Request
-from tests.speculation.oracle import SAMPLING, Oracle, pool_scores, reference_params
+from tests.speculation.oracle import SAMPLING, Oracle, half, pool_scores, reference_params
 
 PROMPT = [1, 5, 9, 33, 60]
 COUNT = 8
@@ -52,12 +52,12 @@ def check_steps(
     return steps
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("algorithm", "shape"), SHAPES, ids=str)
+@pytest.mark.parametrize(("method", "sampling"), half(SHAPES, SAMPLING), ids=str)
 def test_drafts_of_a_random_head(
-    algorithm: str, shape: Shape, sampling: str, random_models: Checkpoints
+    method: tuple[str, Shape], sampling: str, random_models: Checkpoints
 ) -> None:
     """From the first step on; the request's end is far, so that no depth is cut."""
+    algorithm, shape = method
     oracle = Oracle(random_models.target, random_models.draft(algorithm))
     params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=COUNT + shape[0] + 1)
     request = Request(tuple(PROMPT), reference_params(params, PROMPT, choice=1))
@@ -66,12 +66,9 @@ def test_drafts_of_a_random_head(
     assert check_steps(answer, drafts, oracle, request, shape, COUNT) >= 3
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(
-    ("algorithm", "shape"),
-    [("EAGLE", (3, 1, 4)), ("EAGLE", (3, 2, 6)), ("EAGLE3", (4, 1, 5)), ("EAGLE3", (3, 3, 8))],
-)
-def test_text_and_accepted_counts(algorithm: str, shape: Shape, sampling: str, agreeing: Checkpoints) -> None:
+@pytest.mark.parametrize(("sampling", "method"), half(SAMPLING, SHAPES), ids=str)
+def test_text_and_accepted_counts(method: tuple[str, Shape], sampling: str, agreeing: Checkpoints) -> None:
+    algorithm, shape = method
     oracle = Oracle(agreeing.target, agreeing.draft(algorithm))
     params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=COUNT + shape[0] + 2)
     request = Request(tuple(PROMPT), reference_params(params, PROMPT))

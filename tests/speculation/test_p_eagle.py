@@ -211,9 +211,9 @@ def test_after_a_cached_prompt(page_size: int, random_models: Checkpoints, rando
     assert (answer.tokens, max(answer.runs)) == (text[23:], 7)
     turn = [*text, 5, 6]
     with right(turn) as second:
-        answer = answer_one(scheduler, turn, GREEDY)
+        answer = answer_one(scheduler, turn, msgspec.structs.replace(GREEDY, max_tokens=10))
     assert answer.cached_tokens == (len(text) - 1) // page_size * page_size
-    assert len(second) > 20
+    assert len(second) > 6
     assert check_seen([*first, *second], random_models, random_draft) == 0
 
 

@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 VOCAB = 20  # as many as log-probabilities are reported
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [17], list(range(20)) * 2]
-COUNT = 24
+COUNT = 12
 TOLERANCE = 1e-4
 
 
@@ -37,9 +37,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def their_text(model: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+def their_text(theirs: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens, and the logits ``[COUNT, V]`` that each was chosen from."""
-    theirs = AutoModelForCausalLM.from_pretrained(model)
     tokens = list(prompt)
     for _ in range(COUNT):
         tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -53,8 +52,9 @@ def test_greedy_tokens_and_log_probabilities(model: Path) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
     with LLM(str(model), chunked_prefill_size=16, **settings) as llm:
         outputs = llm.generate(PROMPTS, params)
+    theirs = AutoModelForCausalLM.from_pretrained(model)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        tokens, logits = their_text(model, prompt)
+        tokens, logits = their_text(theirs, prompt)
         assert output.token_ids == tokens
         assert output.logprobs is not None
         for entry, row in zip(output.logprobs, logits.log_softmax(-1), strict=True):
@@ -66,8 +66,9 @@ def test_greedy_tokens_and_log_probabilities(model: Path) -> None:
             assert [v for _, v in entry.top] == sorted((v for _, v in entry.top), reverse=True)
 
 
-def test_raw_logits(model: Path) -> None:
+def test_raw_logits(tmp_path: Path) -> None:
     """Of the prefill's end and of every step, as the sampler gets them."""
+    model = make_llama(tmp_path / "target", vocab=VOCAB, seed=3)
     found: list[torch.Tensor] = []
     prefill, step = specserve.engine.runner.prefill, specserve.engine.runner.step
 
@@ -88,7 +89,7 @@ def test_raw_logits(model: Path) -> None:
     ):
         params = SamplingParams(temperature=0, max_tokens=COUNT)
         (answer,) = answer_all(make_scheduler(model, dtype="float32"), [(prompt, params)])
-    tokens, logits = their_text(model, prompt)
+    tokens, logits = their_text(AutoModelForCausalLM.from_pretrained(model), prompt)
     assert answer.tokens == tokens
     torch.testing.assert_close(torch.stack(found), logits, atol=TOLERANCE, rtol=0)
 
@@ -110,7 +111,7 @@ def test_log_probabilities_of_drafted_text(tmp_path: Path) -> None:
     settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
     with LLM(str(target), **settings) as llm:
         drafted = llm.generate(PROMPTS, params)
-    assert sum(output.speculation.accepted for output in drafted) > 10
+    assert sum(output.speculation.accepted for output in drafted) > 4
     for ours, theirs in zip(drafted, plain, strict=True):
         assert ours.token_ids == theirs.token_ids
         if theirs.logprobs is None:

@@ -16,7 +16,7 @@ from specserve.speculation.control.adaptive import Controller
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 from tests.speculation import test_adaptive
-from tests.speculation.test_adaptive import Device, ignore
+from tests.speculation.test_adaptive import Device
 
 MOST, BEHIND = 16, 256
 SLOPE = 1e-4  # plain steps that a token of KV takes
@@ -146,7 +146,7 @@ def test_the_controller_soon_knows_what_was_not_measured(plain: float, copies: C
         with patch.object(test_adaptive, "seconds", seconds):
             whole = CostModel({shape: seconds(shape) for shape in plan.shapes()})
             partly = measured(plan, Clock(seconds, noise=0.05))
-            off = Device([accepts] * slots).run(lambda _: StepShape.plain(slots), ignore, 100)
+            off = Device([accepts] * slots).rate(StepShape.plain(slots))
             _, expected = rates(plan, whole, accepts, slots)
             first, later = rates(plan, partly, accepts, slots)
         assert first > 0.75 * off, accepts

@@ -63,7 +63,7 @@ def test_drafts_are_those_of_the_slow_reading(shape: Shape, overlap: str, agreei
     recalled = 0
     for seed in (3, 4, 5, 3, 6, 4):
         prompt = [*PROMPT, seed]
-        params = msgspec.structs.replace(DRAWN, temperature=0.6, seed=seed, max_tokens=60)
+        params = msgspec.structs.replace(DRAWN, temperature=0.6, seed=seed, max_tokens=40)
         with record_drafts() as drafts:
             answer = answer_one(scheduler, prompt, params)
         ends = [len(prompt) + sum(answer.runs[: i + 1]) for i in range(len(answer.runs))]

@@ -55,14 +55,17 @@ def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
     return context.drafter.propose(context, view, StepShape(1, tokens, steps, topk), sampling)
 
 
-@pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (4, 1, 5)), ("EAGLE3", (3, 3, 10))])
 @pytest.mark.parametrize(
-    "params",
+    ("algorithm", "shape", "params"),
     [
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.3, repetition_penalty=1.1),
+        ("EAGLE", (4, 1, 5), SamplingParams(temperature=0)),
+        (
+            "EAGLE3",
+            (3, 3, 10),
+            SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.3, repetition_penalty=1.1),
+        ),
     ],
-    ids=["greedy", "penalised"],
+    ids=["EAGLE, greedy", "EAGLE3, penalised"],
 )
 def test_200_plain_steps_leave_what_drafted_steps_leave(
     algorithm: str, shape: Shape, params: SamplingParams, agreeing: Checkpoints

@@ -159,8 +159,8 @@ def test_who_still_waits_would_not_fit(agreeing: Checkpoints) -> None:
         waited += 1
 
     with patch.object(scheduler, "admit", checked):
-        run_mixed(scheduler, random.Random(2), 150)
-    assert waited > 30
+        run_mixed(scheduler, random.Random(2), 80)
+    assert waited > 15
     assert not memory.problems()
 
 

@@ -50,7 +50,7 @@ def test_the_command_writes_what_the_server_takes(
     pair: Checkpoints, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, found = tmp_path / "tuned.yaml", tmp_path / "all.json"
-    argv = [*flags(pair), *SMALL, "--prompts", str(prompts), "--minutes", "0.05", "--max-tokens", "24"]
+    argv = [*flags(pair), *SMALL, "--prompts", str(prompts), "--minutes", "0.02", "--max-tokens", "24"]
     present = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
     present += ["--speculative-num-draft-tokens", "3"]
     assert main([*argv, *present, "--output", str(output), "--json", str(found)]) == 0
