@@ -174,7 +174,10 @@ def test_measuring_leaves_the_padding_row_alone(agreeing: Checkpoints) -> None:
 @pytest.mark.parametrize(("context", "page"), [(17, 16), (2, 1), (112, 64)])
 def test_a_short_context(context: int, page: int, agreeing: Checkpoints) -> None:
     """Costs are measured after as many tokens as there may be."""
-    with LLM(**drafted(agreeing), context_length=context, page_size=page) as llm:
+    with (
+        patch("specserve.engine.profile.EAGER_SECONDS", inf),
+        LLM(**drafted(agreeing), context_length=context, page_size=page) as llm,
+    ):
         params = SamplingParams(temperature=0, max_tokens=min(20, context - 1), ignore_eos=True)
         assert len(llm.generate([[5]], params)[0].token_ids) == params.max_tokens
 
