@@ -50,6 +50,19 @@ def test_no_step_runs_for_a_request_whose_end_is_certain(overlap: str) -> None:
             assert llm.engine.stats().steps - before == tokens - 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_no_step_runs_for_a_request_that_has_ended(overlap: str) -> None:
+    """A step in flight may emit all that is left: the next one waits for it, and so does not hold up who comes next."""
+    settings = {"overlap_schedule": overlap, "max_running_requests": 2, "skip_tokenizer_init": True}
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    with LLM(speculative_algorithm="EAGLE3", **settings, **shape) as llm:
+        for tokens in (2, 6, 20):
+            before = llm.engine.stats().steps  # type: ignore[union-attr]
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            (output,) = llm.generate([[5, 6, 7]], params)
+            assert llm.engine.stats().steps - before == output.speculation.steps  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

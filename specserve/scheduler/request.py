@@ -86,6 +86,11 @@ class Request:
         return len(self.prompt) + len(self.output) + self.pending < self.limit
 
     @property
+    def may_have_ended(self) -> bool:
+        """Whether what is in flight may bring it to its limit."""
+        return len(self.prompt) + len(self.output) + self.inflight >= self.limit
+
+    @property
     def room(self) -> int:
         """Tokens that a step may give it beyond the first: the most draft levels that are useful."""
         return self.limit - len(self.prompt) - len(self.output) - self.pending - 1

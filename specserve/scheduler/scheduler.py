@@ -238,12 +238,12 @@ class Scheduler:
         """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
         launches."""
         ready, after = self._ready(), None
-        if self._inflight and self.limits.drafts and self._constraints.force(ready):
+        forced = self.limits.drafts and self._constraints.force(ready)
+        # Forced text depends on all earlier tokens, and whoever comes next would wait for a step that serves nobody.
+        if ready and self._inflight and (forced or all(r.may_have_ended for r in ready)):
             after = self._inflight[-1].launch
-            self._drain()  # forced text depends on all earlier tokens
+            self._drain()
             ready = self._ready()
-        if not ready:
-            return 0
         ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
