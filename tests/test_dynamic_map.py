@@ -191,9 +191,11 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
         yield changes
 
 
-@pytest.mark.parametrize("indexed", [False, True], ids=["copied", "indexed"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "indexed"),
+    [("EAGLE", CHAIN, False), ("EAGLE", TREE, True), ("EAGLE3", CHAIN, True), ("EAGLE3", TREE, False)],
+    ids=str,
+)
 def test_lossless_while_the_map_changes(
     algorithm: str, shape: tuple[int, int, int], indexed: bool, agreeing: Checkpoints
 ) -> None:
@@ -341,7 +343,7 @@ def test_acceptance_recovers_on_another_domain(tmp_path: Path) -> None:
     """The bundled EAGLE head on code, an eighth of the vocabulary: a map that stays, and one that starts from it."""
     from benchmarks.common import load_prompts
 
-    prompts = [row["prompt"] for row in load_prompts() if "prompt" in row][:8]
+    prompts = [row["prompt"] for row in load_prompts() if "prompt" in row][:4]
     names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     settings = dict(zip(names, (5, 1, 6), strict=True)) | {"device": "cpu", "max_running_requests": 4}
     lowest = str(save(tmp_path / "lowest.pt", [*range(512)]))

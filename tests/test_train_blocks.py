@@ -18,7 +18,7 @@ from specserve.tools.train.__main__ import make_trainer, train, write_draft
 from specserve.tools.train.block import BlockTrainer, draw_anchors
 from specserve.tools.train.cli import parse_args
 from specserve.tools.train.packing import Documents
-from tests.engines import Checkpoints, answer_one, make_scheduler
+from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.reference import block
@@ -28,6 +28,7 @@ from tests.speculation.oracle import SAMPLING
 from tests.train_models import tiny_batch, tiny_documents
 
 BLOCKS = ["--block-size", "4", "--draft-layers", "2", "--aux-layers", "1", "3"]
+GREEDY = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=28)
 SMALL = {"DFLASH": BLOCKS, "DSPARK": [*BLOCKS, "--markov-rank", "8"], "MEDUSA": [], "MLP_SPECULATOR": []}
 KINDS = {
     "DFLASH": [],
@@ -98,6 +99,14 @@ def test_what_is_trained_is_what_the_file_drafts(
     assert compared > 8
 
 
+@pytest.fixture(scope="module")
+def texts(agreeing: Checkpoints) -> list[list[int]]:
+    """The target's own answers, their prompts before them."""
+    prompts = [[i] for i in range(0, 60, 2)]
+    answers = answer_all(make_scheduler(agreeing.target), [(prompt, GREEDY) for prompt in prompts])
+    return [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "more"),
     [
@@ -108,12 +117,9 @@ def test_what_is_trained_is_what_the_file_drafts(
     ],
 )
 def test_from_texts_to_a_served_draft(
-    algorithm: str, more: list[str], agreeing: Checkpoints, tmp_path: Path
+    algorithm: str, more: list[str], texts: list[list[int]], agreeing: Checkpoints, tmp_path: Path
 ) -> None:
-    """From the target's own answers, with the options of the command line."""
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=28)
-    plain = make_scheduler(agreeing.target)
-    texts = [[i, *answer_one(plain, [i], params).tokens] for i in range(0, 60, 2)]
+    """With the options of the command line."""
     lengths = np.array([0, *map(len, texts)]).cumsum()
     tokens = np.concatenate(texts)
     np.savez(tmp_path / "data.npz", tokens=tokens, mask=np.ones_like(tokens), starts=lengths)
@@ -122,7 +128,7 @@ def test_from_texts_to_a_served_draft(
     rates = json.loads((tmp_path / "acceptance.json").read_text())["all"]["rates"]
     assert sum(rate > 0 for rate in rates) == 3, "as many levels as it has"
     draft = scheduler_of(algorithm, agreeing.target, tmp_path, (3, 1, 4))
-    usage = [answer_one(draft, text[:3], params).usage for text in texts[::10]]
+    usage = [answer_one(draft, text[:3], GREEDY).usage for text in texts[::10]]
     per_step = sum(each.accepted for each in usage) / sum(each.steps for each in usage)
     assert per_step > 0.6
 
