@@ -197,8 +197,8 @@ def measure_predictions(prompts: Sequence[str], repeats: int) -> Iterator[Figure
             for index, prompt in enumerate(prompts):
                 for name, predictions in kinds.items():
                     rows[name].append(timed(llm, prompt, predictions[index], repeats))
-        for name, found in rows.items():
-            seconds, worked, outputs = zip(*found, strict=True)
+        for name, answered in rows.items():
+            seconds, worked, outputs = zip(*answered, strict=True)
             assert [output.text for output in outputs] == texts, f"{shape}, {name}: another text"
             yield {
                 "shape": shape,
@@ -307,18 +307,18 @@ def measure_methods(count: int, temperature: float, store: Path) -> Iterator[Fig
             for name, requests in work.items():
                 clock = Clock()
                 with clock.running():
-                    found = llm.generate(
+                    answers = llm.generate(
                         [prompt for prompt, _ in requests], [params for _, params in requests]
                     )
-                texts = [output.token_ids for output in found]
+                texts = [output.token_ids for output in answers]
                 same += sum(map(list.__eq__, texts, plain.setdefault(name, texts)))
                 tokens = sum(map(len, texts))
                 figures[name] = {
-                    "tokens_per_step": round(tokens_per_step(found), 3),
+                    "tokens_per_step": round(tokens_per_step(answers), 3),
                     "tokens_per_second": round(tokens / clock.seconds, 1),
                     "tokens_per_processor_second": round(tokens / clock.processor_seconds, 1),
                 }
-                outputs += found
+                outputs += answers
         row = {"method": algorithm, "shape": shape, "temperature": temperature, **figures}
         yield row | {"all": round(tokens_per_step(outputs), 3), "same": same, "texts": len(outputs)}
 

@@ -79,7 +79,7 @@ def adaptive_llm(
         made.append(WiderPlan(*fields, fixed=tuple(fixed), smallest=smallest))
         return made[-1]
 
-    given: dict[str, Any] = {
+    common: dict[str, Any] = {
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "max_running_requests": batch,
@@ -90,7 +90,7 @@ def adaptive_llm(
     with (
         patch.object(specserve.process.assemble, "shape_plan", wider),
         patch.object(specserve.process.assemble, "Runner", MeteredRunner),
-        LLM(args.model, **given | settings) as llm,
+        LLM(args.model, **common | settings) as llm,
     ):
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
@@ -221,18 +221,16 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def best_of(found: Mapping[str, dict[str, Any]], figure: str = "tokens_per_second") -> str:
+def best_of(rows: Mapping[str, dict[str, Any]], figure: str = "tokens_per_second") -> str:
     """The best of those that always run one shape and had all turns."""
-    rivals = [
-        name for name, row in found.items() if name != "adaptive" and row["runs"] == found["off"]["runs"]
-    ]
-    return max(rivals, key=lambda name: float(found[name][figure]))
+    rivals = [name for name, row in rows.items() if name != "adaptive" and row["runs"] == rows["off"]["runs"]]
+    return max(rivals, key=lambda name: float(rows[name][figure]))
 
 
-def still_worth(policies: Mapping[str, ShapePolicy], found: Mapping[str, dict[str, Any]]) -> list[str]:
+def still_worth(policies: Mapping[str, ShapePolicy], rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """What larger batches are measured with: without shapes that have more nodes than the best one and are a fifth
     slower, for nodes grow dearer with the batch."""
-    best = best_of(found)
+    best = best_of(rows)
 
     def nodes(name: str) -> int:
         return int(name.split(",")[-1]) if "," in name else 1
@@ -240,7 +238,7 @@ def still_worth(policies: Mapping[str, ShapePolicy], found: Mapping[str, dict[st
     def kept(name: str) -> bool:
         if name == "adaptive" or nodes(name) <= nodes(best):
             return True
-        return bool(found[name]["tokens_per_second"] >= 0.8 * found[best]["tokens_per_second"])
+        return bool(rows[name]["tokens_per_second"] >= 0.8 * rows[best]["tokens_per_second"])
 
     return [name for name in policies if kept(name)]
 
@@ -287,9 +285,9 @@ def main() -> None:
         with adaptive_llm(args, max(sizes), fixed) as (llm, policies):
             cache_prompts(llm, policies["off"], prompts)
             for size in sizes:
-                found = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
-                yield {"batch": size, "policies": found}
-                policies = {name: policies[name] for name in still_worth(policies, found)}
+                figures = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
+                yield {"batch": size, "policies": figures}
+                policies = {name: policies[name] for name in still_worth(policies, figures)}
 
     keep_rows("adaptive", rows(), args.output, row_line)
 
@@ -334,8 +332,8 @@ def run_long(
         cache_prompts(llm, policies["off"], prompts)
         for size, (name, levels) in product(sizes, ACCEPTANCE.items()):
             force(levels)
-            found = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
-            yield {"batch": size, "acceptance": name, "policies": found}
+            figures = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
+            yield {"batch": size, "acceptance": name, "policies": figures}
 
 
 def long_context() -> None:
@@ -395,9 +393,9 @@ def kept(run: Run) -> tuple[float, float]:
 
 def measure(method: str, args: argparse.Namespace, folder: Path) -> None:
     make = DRAFTS[method]
-    given: dict[str, Any] = {"speculative_draft_model_path": None if make is None else str(make(folder))}
+    draft: dict[str, Any] = {"speculative_draft_model_path": None if make is None else str(make(folder))}
     prompts = make_prompts(args, 16)
-    with adaptive_llm(args, 1, fixed=(), speculative_algorithm=method, **given) as (llm, policies):
+    with adaptive_llm(args, 1, fixed=(), speculative_algorithm=method, **draft) as (llm, policies):
         cache_prompts(llm, policies["off"], prompts)
         load = replace(Load.of(args, prompts, 1), temperature=1.6 if make is None else 0.0)
         run_load(llm, policies["adaptive"], load)  # it may learn what a server that runs has learned

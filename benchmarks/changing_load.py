@@ -115,7 +115,7 @@ def measure(
     args: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
     """Rounds in which every policy has its turn: medians of the stages, and the windows of the last round."""
-    found: dict[str, dict[str, Any]] = {name: {"rounds": []} for name in policies}
+    figures: dict[str, dict[str, Any]] = {name: {"rounds": []} for name in policies}
     for _ in range(args.repeats):
         for name, policy in policies.items():
             jobs = {kind: endless(prompts[kind], args.new_tokens, **SAMPLING[kind]) for kind in KINDS}
@@ -124,17 +124,17 @@ def measure(
                 {"requests": s.requests, "kind": s.kind, **summarize(s.begin, s.end, steps, deliveries)}
                 for s in stages
             ]
-            found[name]["rounds"].append(rows)
-            found[name]["windows"] = windows(args.window, steps, deliveries)
-    return found
+            figures[name]["rounds"].append(rows)
+            figures[name]["windows"] = windows(args.window, steps, deliveries)
+    return figures
 
 
-def stage_rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Figures]:
+def stage_rows(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[Figures]:
     """Tokens a second of each stage by policy, and what the controller chose in its last round."""
-    for index, last in enumerate(found["adaptive"]["rounds"][-1]):
+    for index, last in enumerate(figures["adaptive"]["rounds"][-1]):
         rates = {
             name: median(rows[index]["tokens_per_second"] for rows in each["rounds"])
-            for name, each in found.items()
+            for name, each in figures.items()
         }
         chosen = ", ".join(f"{shape} x{times}" for shape, times in list(last["shapes"].items())[:3])
         yield {"requests": last["requests"], "kind": last["kind"], **rates, "chosen": chosen}
@@ -241,9 +241,9 @@ def main() -> None:
     prompts, most = prompts_by_kind(args), max(args.stages)
     with adaptive_llm(args, most, fixed=[(steps, topk, tokens)]) as (llm, policies):
         warm_up(llm, policies, prompts["code"], most, min(args.seconds, 0.5))
-        found = measure(llm, policies, prompts, args)
-    print(*map(line, stage_rows(found)), sep="\n")
-    figures = {"fixed": spelled((steps, topk, tokens)), "policies": found}
+        measured = measure(llm, policies, prompts, args)
+    print(*map(line, stage_rows(measured)), sep="\n")
+    figures = {"fixed": spelled((steps, topk, tokens)), "policies": measured}
     print(write_results("changing_load", figures, args.output))
     if args.plot:
         plot(figures, args.plot)
@@ -313,12 +313,12 @@ def run_mixed(
         begin = loop.now()
         loop.run(wanted, args.seconds)
         steps = [step for step in loop.steps if step.at >= begin]
-        given = [each for each in loop.deliveries if each.at >= begin and each.by_step]
-    tokens = {half: [each.tokens for each in given if each.kind == half] for half in wanted}
+        delivered = [each for each in loop.deliveries if each.at >= begin and each.by_step]
+    tokens = {half: [each.tokens for each in delivered if each.kind == half] for half in wanted}
     return {
         "tokens_per_second": sum(map(sum, tokens.values())) / sum(step.seconds for step in steps),
         "ms_per_step": median(step.seconds for step in steps) * 1e3,
-        **{half: sum(found) / max(1, len(found)) for half, found in tokens.items()},
+        **{half: sum(counts) / max(1, len(counts)) for half, counts in tokens.items()},
         "drafted": sum(step.drafted for step in steps) / sum(step.requests for step in steps),
     }
 
@@ -327,10 +327,10 @@ def mixed_cases(
     uniform: Sequence[Speculation], shared: Sequence[Speculation]
 ) -> dict[str, tuple[str, int | None]]:
     """By name: which policy, and the most nodes that a request may have."""
-    found: dict[str, tuple[str, int | None]] = {"off": ("off", None)}
-    found |= {f"uniform {spelled(each)}": (spelled(each), each[-1] - 1) for each in uniform}
-    found |= {f"shared {spelled(each)}": (spelled(each), None) for each in shared}
-    return found | {"adaptive": ("adaptive", None)}
+    cases: dict[str, tuple[str, int | None]] = {"off": ("off", None)}
+    cases |= {f"uniform {spelled(each)}": (spelled(each), each[-1] - 1) for each in uniform}
+    cases |= {f"shared {spelled(each)}": (spelled(each), None) for each in shared}
+    return cases | {"adaptive": ("adaptive", None)}
 
 
 def measure_mixed(
@@ -348,11 +348,11 @@ def measure_mixed(
     return {name: medians([each[name] for each in rounds]) for name in cases}
 
 
-def compare_mixed(found: Mapping[str, Mapping[str, float]]) -> Figures:
+def compare_mixed(cases: Mapping[str, Mapping[str, float]]) -> Figures:
     """The fastest case of either kind, and ratios of tokens a second."""
-    rates = {name: row["tokens_per_second"] for name, row in found.items()}
+    rates = {name: row["tokens_per_second"] for name, row in cases.items()}
     best = {
-        kind: max((name for name in found if name.startswith(kind)), key=rates.__getitem__)
+        kind: max((name for name in cases if name.startswith(kind)), key=rates.__getitem__)
         for kind in ("uniform", "shared")
     }
     uniform, shared, ours = rates[best["uniform"]], rates[best["shared"]], rates["adaptive"]
@@ -396,8 +396,8 @@ def mixed_batch() -> None:
         deepest = spelled(max(uniform, key=lambda each: (each[1] == 1, each[0])))
         halves, lengths = make_halves(llm, policies[deepest], args)
         print(f"easy dialogues give {min(lengths)} to {max(lengths)} tokens a step of {deepest}")
-        found = measure_mixed(llm, policies, named, halves, args)
-    figures = {"cases": found, **compare_mixed(found), "easy_lengths": lengths}
+        cases = measure_mixed(llm, policies, named, halves, args)
+    figures = {"cases": cases, **compare_mixed(cases), "easy_lengths": lengths}
     show(figures)
     print(write_results("mixed_batch", figures, args.output))
 

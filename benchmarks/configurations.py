@@ -110,7 +110,7 @@ def pairwise(choices: Mapping[str, Sequence[Any]]) -> list[Configuration]:
     open_pairs = dict.fromkeys(
         ((a, x), (b, y)) for a, b in combinations(choices, 2) for x, y in product(choices[a], choices[b])
     )
-    found = []
+    configurations = []
     while open_pairs:
         chosen = dict(next(iter(open_pairs)))
         for name in choices:
@@ -121,8 +121,8 @@ def pairwise(choices: Mapping[str, Sequence[Any]]) -> list[Configuration]:
         configuration = {name: chosen[name] for name in choices}
         for pair in combinations(configuration.items(), 2):
             open_pairs.pop(pair, None)
-        found.append(configuration)
-    return found
+        configurations.append(configuration)
+    return configurations
 
 
 def _gain(open_pairs: Mapping[_Pair, None], chosen: Configuration, name: str, value: Any) -> int:

@@ -262,20 +262,20 @@ def run(
         begin = time.perf_counter()
         settings = speculation_settings(Models(model, BUNDLED_DRAFTS), speculation)
         with LLM(str(model), dtype=dtype, context_length=256, max_running_requests=16, **settings) as llm:
-            found = llm.generate(prompts, params)
+            answers = llm.generate(prompts, params)
         if not rows:
-            expected = [each.token_ids for each in found]
-            for name, answer in zip(labels, found, strict=True):
+            expected = [each.token_ids for each in answers]
+            for name, answer in zip(labels, answers, strict=True):
                 if name != "free" and answer.finish_reason == "stop":
                     ended[name] += 1
                     if not (chosen[name].is_valid(answer.text) and _within(chosen[name], answer.token_ids)):
                         invalid.append(f"{name}: {answer.text!r}")
-        different = [i for i, each in enumerate(found) if each.token_ids != expected[i]]
+        different = [i for i, each in enumerate(answers) if each.token_ids != expected[i]]
         for i in different:
-            place = first_difference(found[i].token_ids, expected[i])
+            place = first_difference(answers[i].token_ids, expected[i])
             show(f"  {labels[i]}, request {i}: token {place} differs")
         identical, seconds = texts - len(different), time.perf_counter() - begin
-        rows.append(Row(speculation, texts, identical, tokens_per_step(found), seconds))
+        rows.append(Row(speculation, texts, identical, tokens_per_step(answers), seconds))
         show(f"{rows[-1]}")
     return Report(rows, dict(ended), dict(Counter(labels)), invalid)
 

@@ -132,8 +132,8 @@ def measure(
             if number:
                 for name, spent in (("told", told - begin), ("due", due - told), ("masks", done - due)):
                     seconds[name].append(spent * 1e6)
-    found = {name: round(median(spent), 1) for name, spent in seconds.items()}
-    return {**found, "masks a node": round(median(seconds["masks"]) / (batch * size), 1)}
+    microseconds = {name: round(median(spent), 1) for name, spent in seconds.items()}
+    return {**microseconds, "masks a node": round(median(seconds["masks"]) / (batch * size), 1)}
 
 
 def _admitted(slot: int, params: SamplingParams, output: Sequence[int]) -> RowInit:
@@ -214,11 +214,11 @@ class Watch:
         def new_fill(masks: Masks, rows: Sequence[Any], nodes: Any, pinned: bool) -> Any:
             reached, read = _mark(), nodes.read()
             start = time.perf_counter()
-            found = fill(masks, rows, SimpleNamespace(read=lambda: read), pinned)  # type: ignore[arg-type]
+            filled = fill(masks, rows, SimpleNamespace(read=lambda: read), pinned)  # type: ignore[arg-type]
             self.seconds += time.perf_counter() - start
             self.nodes += read[2][len(rows)]
             self.marks.append((self.ended, begun[0], reached, _mark()))
-            return found
+            return filled
 
         def ending(run: Any) -> Any:
             def new(runner: Runner, command: Any) -> Any:
@@ -235,16 +235,16 @@ class Watch:
         ):
             yield
 
-    def found(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {"mask_us_a_node": self.seconds / max(self.nodes, 1) * 1e6}
+    def figures(self) -> dict[str, float | None]:
+        figures: dict[str, float | None] = {"mask_us_a_node": self.seconds / max(self.nodes, 1) * 1e6}
         if not torch.cuda.is_available():
-            return found | {"waited": None, "waited_us": None, "between_us": None}
+            return figures | {"waited": None, "waited_us": None, "between_us": None}
         torch.cuda.synchronize()
         waits = [reached.elapsed_time(had) * 1e3 for _, _, reached, had in self.marks]
         long = [each for each in waits if each > WAITED_US]
         between = [ended.elapsed_time(begun) * 1e3 for ended, begun, _, _ in self.marks if ended is not None]
-        found |= {"waited": len(long) / len(waits), "waited_us": mean(long) if long else 0.0}
-        return found | {"between_us": median(between)}
+        figures |= {"waited": len(long) / len(waits), "waited_us": mean(long) if long else 0.0}
+        return figures | {"between_us": median(between)}
 
 
 def _mark() -> Event:
@@ -284,16 +284,16 @@ def by_schema(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> d
             rate = len(prompts) * (args.new_tokens - 1) / (whole - first)
             times = {"ms_per_step": (whole - first) / steps * 1e3, "tokens_per_second": rate}
             once[name].append({**times, "steps": steps, "eager_steps": eager})
-    found: dict[str, dict[str, Any]] = {name: {**medians(rows)} for name, rows in once.items()}
-    free = found["free"]
+    figures: dict[str, dict[str, Any]] = {name: {**medians(rows)} for name, rows in once.items()}
+    free = figures["free"]
     for name in args.schemas:
-        watch, own = Watch(), found[name]
+        watch, own = Watch(), figures[name]
         with watch.watching():
             run(llm, prompts, kinds[name], args.new_tokens)
         own["tokens_ratio"] = own["tokens_per_second"] / free["tokens_per_second"]
         own["step_ratio"] = free["ms_per_step"] / own["ms_per_step"]
-        own |= watch.found()
-    return found
+        own |= watch.figures()
+    return figures
 
 
 def row_line(row: Figures) -> str:

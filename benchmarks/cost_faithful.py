@@ -431,8 +431,8 @@ def main() -> None:
     for name, default in dataclasses.asdict(Family()).items():
         parser.add_argument(f"--{name}", type=Path, default=default)
     args = parser.parse_args()
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if args.device == "auto" else args.device)
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(available if args.device == "auto" else args.device)
     small = Family(args.target, args.eagle, args.eagle3)
     maker = Maker(small, SHAPES[args.shape], DTYPES[args.dtype], device)
     if args.random:

@@ -207,15 +207,15 @@ CASES = {
 
 
 def settings_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    given: dict[str, Any] = {"speculative_algorithm": case.method}
+    settings: dict[str, Any] = {"speculative_algorithm": case.method}
     if case.method != "NONE":
-        given["speculative_adaptive"] = args.controller
+        settings["speculative_adaptive"] = args.controller
     if case.shape is not None and not args.controller:
-        given |= shape_settings(case.shape)
+        settings |= shape_settings(case.shape)
     if case.draft is not None:
-        given["speculative_draft_model_path"] = str(args.pair / RANDOM / case.draft)
+        settings["speculative_draft_model_path"] = str(args.pair / RANDOM / case.draft)
     largest = max(sizes_of(case, args))
-    return given | {
+    return settings | {
         "model_path": args.model,
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
@@ -243,9 +243,9 @@ def run_case(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = random_prompts(load_model_config(Path(args.model)).vocab_size, max(sizes), args.prompt_tokens)
     with for_timing(sizes), LLM(**settings_of(case, args)) as llm:
         for size in sizes:
-            found = measure(llm, prompts[:size], args.new_tokens, args.repeats if size == 1 else 1)
+            figures = measure(llm, prompts[:size], args.new_tokens, args.repeats if size == 1 else 1)
             shape = "controller" if args.controller and case.method != "NONE" else case.shape
-            yield {"drafter": name, "shape": shape, "batch": size, **found}
+            yield {"drafter": name, "shape": shape, "batch": size, **figures}
 
 
 def compared(row: Figures, rows: Sequence[Figures]) -> Figures:
@@ -264,8 +264,8 @@ def measure_all(args: argparse.Namespace, failed: list[str]) -> Iterator[Figures
     begin, rows = time.perf_counter(), list[Figures]()
     for name in args.only:
         try:
-            for found in run_case(name, args):
-                rows.append(compared(found, rows) | {"at_seconds": time.perf_counter() - begin})
+            for row in run_case(name, args):
+                rows.append(compared(row, rows) | {"at_seconds": time.perf_counter() - begin})
                 yield rows[-1]
         except Exception:
             traceback.print_exc()

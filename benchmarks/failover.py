@@ -247,12 +247,12 @@ async def under_load(
     texts = [row.get("prompt") or row["messages"][0]["content"] for row in load_prompts()]
     async with Load(url, BODY, texts, clients) as load:
         story = Story(load, seconds)
-        found = await happen(story)
+        outcome = await happen(story)
     return {
         "clients": clients,
         "seconds": round(time.monotonic() - story.begun, 1),
         "events": story.events,
-        **found,
+        **outcome,
         **load.tally.report(),
         "lost": load.tally.lost,
     }

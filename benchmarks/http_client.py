@@ -57,10 +57,12 @@ class Reply:
         ValueError unless the stream was told that it ended, or an error event ends it."""
         ends = list(accumulate(map(len, self.received)))
         lines = re.finditer(rb"^data: (?!\[DONE\])(.*)$", b"".join(self.received), re.MULTILINE)
-        found = [(self.arrivals[bisect_left(ends, each.end())], json.loads(each[1])) for each in lines]
-        if b"data: [DONE]" not in b"".join(self.received[-2:]) and not (found and found[-1][1].get("error")):
+        events = [(self.arrivals[bisect_left(ends, each.end())], json.loads(each[1])) for each in lines]
+        if b"data: [DONE]" not in b"".join(self.received[-2:]) and not (
+            events and events[-1][1].get("error")
+        ):
             raise ValueError("the stream did not end in [DONE]")
-        return found
+        return events
 
 
 class Left(Exception):
@@ -166,7 +168,7 @@ async def closed_loop(
         finally:
             connection.close()
 
-    return [each for found in await asyncio.gather(*map(client, range(clients))) for each in found]
+    return [each for results in await asyncio.gather(*map(client, range(clients))) for each in results]
 
 
 async def open_loop(

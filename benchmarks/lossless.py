@@ -269,10 +269,10 @@ def run_configuration(
     return row, differences
 
 
-def first_difference(found: Sequence[int], expected: Sequence[int]) -> int:
+def first_difference(answer: Sequence[int], expected: Sequence[int]) -> int:
     """Index of the first token that differs; the shorter length when one is the other's beginning."""
-    pairs = enumerate(zip(found, expected, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(found), len(expected)))
+    pairs = enumerate(zip(answer, expected, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(answer), len(expected)))
 
 
 def tie_gap(models: Models, item: Item, index: int) -> float:
@@ -286,18 +286,18 @@ def tie_gap(models: Models, item: Item, index: int) -> float:
 @contextmanager
 def recorded_scores() -> Iterator[list[Tensor]]:
     """The scores ``[V]`` each token of a single plain request is chosen from."""
-    found: list[Tensor] = []
+    scores: list[Tensor] = []
     best: Callable[[Tensor], Tensor] = specserve.speculation.sampler.best
 
     def recording(scores_NV: Tensor) -> Tensor:
-        found.append(scores_NV[0].clone())
+        scores.append(scores_NV[0].clone())
         return best(scores_NV)
 
     with (
         patch.object(specserve.speculation.sampler, "best", recording),
         patch.object(specserve.speculation.sampler, "runs_triton", lambda _: False),
     ):
-        yield found
+        yield scores
 
 
 def run_matrix(
@@ -417,11 +417,11 @@ def main() -> None:
     begin = time.perf_counter()
     items = make_items(prompts, args.requests, args.max_tokens)
     configurations = models.configurations(args.only)[first::step]
-    given = {name: getattr(args, name) for name in GIVEN}
+    chosen = {name: getattr(args, name) for name in GIVEN}
 
     def keep(report: Report) -> None:
         if args.output is not None:
-            figures = figures_of(report, args.dtype, **given, seconds=time.perf_counter() - begin)
+            figures = figures_of(report, args.dtype, **chosen, seconds=time.perf_counter() - begin)
             write_results(f"lossless_{args.dtype}", figures, args.output)
 
     report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True), keep)

@@ -99,11 +99,11 @@ def _bits(each: TokenLogprob) -> tuple[Any, ...]:
     return each.token_id, each.logprob, values, {pair for pair in each.top if pair[1] > values[-1]}
 
 
-def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> dict[str, Any]:
+def compare(answers: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> dict[str, Any]:
     """Count equal texts, and those with equal logits. Where a text differs, its logits are compared up to there."""
     texts = logits = 0
     differences, largest = [], 0.0
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    for number, (ours, theirs) in enumerate(zip(answers, expected, strict=True)):
         same = ours.token_ids == theirs.token_ids
         kept = len(ours.token_ids) if same else first_difference(ours.token_ids, theirs.token_ids)
         pairs = list(zip(bits(ours)[:kept], bits(theirs)[:kept], strict=True))
@@ -114,12 +114,12 @@ def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -
             first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
             differences.append({"request": number, "token": None if same else kept, "logits": first})
     return {
-        "texts": len(found),
+        "texts": len(answers),
         "identical": texts,
         "identical_logits": logits,
         "largest_logprob_difference": largest,
-        "mean_accepted_length": tokens_per_step(found),
-        "tokens": sum(len(output.token_ids) for output in found),
+        "mean_accepted_length": tokens_per_step(answers),
+        "tokens": sum(len(output.token_ids) for output in answers),
         "differences": differences,
     }
 
@@ -142,10 +142,10 @@ def run_shape(
         size = count if batch == args.batches[0] else batch
         for prediction in (False, True) if SHAPES[name] else (False,):
             begin = time.perf_counter()
-            given = predicted if prediction else params
-            found = answer(llm, prompts[:count], given[:count], size)
+            asked = predicted if prediction else params
+            answers = answer(llm, prompts[:count], asked[:count], size)
             row = {"shape": name, "batch": batch, "predicted": prediction}
-            yield row | compare(found, expected[:count]) | {"seconds": time.perf_counter() - begin}
+            yield row | compare(answers, expected[:count]) | {"seconds": time.perf_counter() - begin}
 
 
 def run_all(args: argparse.Namespace) -> Iterator[Figures]:

@@ -63,9 +63,9 @@ def measure_prefix(server: Server, raws: Sequence[bytes]) -> dict[str, list[Repl
     """Both ways to send the requests, each to an empty cache, after one that warms the server up."""
     asyncio.run(send_in_turn(server.url, raws[:1]))
     ask_once(server.url, "/flush_cache", b"")
-    found = {"one by one": asyncio.run(send_in_turn(server.url, raws))}
+    replies = {"one by one": asyncio.run(send_in_turn(server.url, raws))}
     ask_once(server.url, "/flush_cache", b"")
-    return {**found, "at once": asyncio.run(send_all(server.url, raws))}
+    return {**replies, "at once": asyncio.run(send_all(server.url, raws))}
 
 
 def figures_of(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def prefix_ratios(cached: dict[str, list[Reply]], cold: dict[str, list[Reply]]) 
 def acceptance_differs(cached: dict[str, list[Reply]], cold: dict[str, list[Reply]]) -> int:
     """Answers whose steps, drafted or accepted tokens are not those of the same request without a cache, one by one."""
     expected = [usage["speculation"] for usage in usages(cold["one by one"])]
-    found = [[usage["speculation"] for usage in usages(replies)] for replies in cached.values()]
-    return sum(a != b for each in found for a, b in zip(each, expected, strict=True))
+    counts = [[usage["speculation"] for usage in usages(replies)] for replies in cached.values()]
+    return sum(a != b for each in counts for a, b in zip(each, expected, strict=True))
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32"])
     args = parser.parse_args()
-    given = settings(args)
+    asked = settings(args)
     raws = make_requests(make_chats(args.requests, args.system_tokens), args.max_tokens)
     pool = str(args.requests * (args.system_tokens + 512))
     flags = ["--dtype", args.dtype, *CHAIN, "--max-total-tokens", pool]
@@ -117,17 +117,17 @@ def main() -> None:
         cached["at once again"] = asyncio.run(send_all(server.url, raws))
     with serving(*flags, "--disable-radix-cache") as server:
         cold = measure_prefix(server, raws)
-    found: Figures = {
+    figures: Figures = {
         "with the prefix cache": {name: figures_of(replies) for name, replies in cached.items()},
         "without": {name: figures_of(replies) for name, replies in cold.items()},
         "times sooner": prefix_ratios(cached, cold),
         "answers": sum(map(len, cached.values())),
         "answers accepted otherwise": acceptance_differs(cached, cold),
     }
-    show(found)
-    print(write_results("prefix", {**given, **found}, args.output))
-    missed = [name for name, times in found["times sooner"].items() if times < TARGET]
-    raise SystemExit(1 if missed or found["answers accepted otherwise"] else 0)
+    show(figures)
+    print(write_results("prefix", {**asked, **figures}, args.output))
+    missed = [name for name, times in figures["times sooner"].items() if times < TARGET]
+    raise SystemExit(1 if missed or figures["answers accepted otherwise"] else 0)
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ def keep_rows(
     text: Callable[[Figures], str] = line,
 ) -> list[Figures]:
     """Print each row, and write all so far, as it comes: a run that is cut keeps its rows."""
-    found: list[Figures] = []
+    kept: list[Figures] = []
     path = None
     for row in rows:
-        found.append(row)
+        kept.append(row)
         print(text(row), flush=True)
-        path = write_results(name, found, output)
+        path = write_results(name, kept, output)
     print(path)
-    return found
+    return kept
 
 
 def hardware() -> str:

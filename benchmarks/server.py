@@ -48,9 +48,9 @@ def metrics(server: Server) -> dict[str, float]:
 
 
 def resident_bytes(pid: int) -> int:
-    found = re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 @dataclass
@@ -118,13 +118,13 @@ class Books:
         wait(lambda: metrics(server)["running_requests"] + metrics(server)["waiting_requests"] == 0, 30)
         ask_once(server.url, "/flush_cache", b"")
         wait(lambda: metrics(server)["kv_pages_cached"] == 0, 5)
-        found = metrics(server)
+        samples = metrics(server)
         errors = sum(
-            value for name, value in found.items() if re.match(r'requests_total\{.*status="5\d\d"', name)
+            value for name, value in samples.items() if re.match(r'requests_total\{.*status="5\d\d"', name)
         )
         return cls(
-            leaked=int(found["kv_pages_total"] - found["kv_pages_free"]),
-            violations=int(found["invariant_violations_total"]),
+            leaked=int(samples["kv_pages_total"] - samples["kv_pages_free"]),
+            violations=int(samples["invariant_violations_total"]),
             server_errors=int(errors),
         )
 

@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: dict[str, Figures] = {}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for name, parts in loads(args):
-            answers = [answer for found in pool.map(run, parts) for answer in found]
+            answers = [answer for part in pool.map(run, parts) for answer in part]
             rows[name] = summary(answers, args.slo_ttft, args.slo_tpot)
             show({name: rows[name]})
             for error in rows[name]["errors"]:

@@ -140,7 +140,7 @@ def faults(run: Run, exact: bool, timed: bool = True) -> list[str]:
     took = percentile([seconds for _, seconds, _ in run.health.samples], 99)
     unwell = {status for _, _, status in run.health.samples} - {200}
     growth = max(run.memory.growth(column) for column in (1, 2))
-    found = {
+    checks = {
         f"{len(outcome.wrong)} wrong answers, {outcome.wrong[:3]}": bool(outcome.wrong) and exact,
         f"{books.leaked} pages leaked": books.leaked,
         f"{books.violations} invariant violations": books.violations,
@@ -150,7 +150,7 @@ def faults(run: Run, exact: bool, timed: bool = True) -> list[str]:
         f"p99 of /health is {took:.3f} s": timed and took >= BAR,
         f"memory grew by {growth:.1%}": timed and growth > GROWTH,
     }
-    return [words for words, holds in found.items() if holds]
+    return [words for words, holds in checks.items() if holds]
 
 
 def main() -> None:
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--dtype", default="float64", choices=["float64", "float32"])
     args = parser.parse_args()
-    given = settings(args)
+    asked = settings(args)
     asks = make_asks(args.different, args.max_tokens)
     common = ("--dtype", args.dtype, *DRAFTING, "--random-seed", "0")
     with serving(*common, "--max-running-requests", str(args.max_running_requests)) as server:
@@ -185,7 +185,7 @@ def main() -> None:
         crowded = load(server, plan)
     figures = {"load": run.figures(), "short queue": crowded.figures()}
     show(figures)
-    print(write_results("load", {**given, **figures}, args.output))
+    print(write_results("load", {**asked, **figures}, args.output))
     missed = [*faults(run, args.dtype == "float64"), *faults(crowded, args.dtype == "float64")]
     raise SystemExit("\n".join(missed) or None)
 
@@ -217,13 +217,13 @@ def processor_seconds(pid: int) -> float:
 
 def cpu_ms_a_token(url: str, asks: Sequence[Ask], pid: int) -> dict[str, float]:
     asyncio.run(ask_in_turn(url, asks))  # prompts are cached then
-    found = {}
+    figures = {}
     for name, on in (("drafts", True), ("plain", False)):
         before = processor_seconds(pid)
         answers = asyncio.run(ask_in_turn(url, asks, speculation={"enabled": on}))
         tokens = sum(answer.completion_tokens for answer in answers)
-        found[name] = (processor_seconds(pid) - before) * 1e3 / tokens
-    return found
+        figures[name] = (processor_seconds(pid) - before) * 1e3 / tokens
+    return figures
 
 
 def look(server: Server, asks: Sequence[Ask], begun: float) -> Look:
@@ -249,19 +249,19 @@ def long_run_faults(looks: Sequence[Look], wrong: Sequence[str]) -> list[str]:
         before, after = (median(getattr(each, field)[name] for each in part) for part in (early, late))
         return float(after / before)
 
-    found = {f"{len(wrong)} wrong answers, {wrong[:3]}": bool(wrong)}
+    checks = {f"{len(wrong)} wrong answers, {wrong[:3]}": bool(wrong)}
     for name in ("front", "engine"):
-        found[f"{name}: memory grew {ratio('resident_mb', name):.3f} times"] = (
+        checks[f"{name}: memory grew {ratio('resident_mb', name):.3f} times"] = (
             ratio("resident_mb", name) > 1 + GROWTH
         )
         for what in ("descriptors", "threads"):
-            found[f"{name}: {what} grew {ratio(what, name):.2f} times"] = ratio(what, name) > 1
+            checks[f"{name}: {what} grew {ratio(what, name):.2f} times"] = ratio(what, name) > 1
     for name in ("drafts", "plain"):
         times = ratio("cpu_ms_a_token", name)
-        found[f"{name}: a token takes {times:.2f} times the processor time"] = times > MORE
+        checks[f"{name}: a token takes {times:.2f} times the processor time"] = times > MORE
     books = looks[-1].books
-    found[f"at the end {books}"] = any(asdict(books).values())
-    return [words for words, holds in found.items() if holds]
+    checks[f"at the end {books}"] = any(asdict(books).values())
+    return [words for words, holds in checks.items() if holds]
 
 
 def long_run() -> None:

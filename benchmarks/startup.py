@@ -105,11 +105,11 @@ def counters(server: Server) -> dict[str, float]:
 def start(args: argparse.Namespace) -> Figures:
     """Seconds until ready, the graphs as ``/server_info`` has them, and how the first requests did."""
     with served(settings_of(args, args.shape)) as (server, seconds):
-        found: Figures = {"seconds": seconds}
+        figures: Figures = {"seconds": seconds}
         if args.requests:
-            found["requests"] = first_requests(server.url)
+            figures["requests"] = first_requests(server.url)
         info = json.loads(server.get("/server_info")[1])
-        return found | {"cuda_graphs": info["engine"].get("cuda_graphs"), "counters": counters(server)}
+        return figures | {"cuda_graphs": info["engine"].get("cuda_graphs"), "counters": counters(server)}
 
 
 def first_requests(url: str) -> list[Figures]:
@@ -142,8 +142,8 @@ def through(door: str, settings: dict[str, Any]) -> Figures:
             return {"seconds": seconds, "rates": rates, **counters(server)}
     command = [sys.executable, "-c", CHILD, str(time.time()), json.dumps(settings)]
     printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-    found: Figures = json.loads(printed.splitlines()[-1])
-    return found
+    figures: Figures = json.loads(printed.splitlines()[-1])
+    return figures
 
 
 def through_llm(settings: dict[str, Any], begin: float) -> None:
@@ -187,9 +187,9 @@ def compare_doors(args: argparse.Namespace) -> list[Figures]:
         for door in DOORS:
             with empty_cache():
                 for temperature in ("cold", "warm"):
-                    found = through(door, settings_of(args, shape))
-                    rows.append({"shape": shape, "door": door, "start": temperature, **found})
-                    print(line(rows[-1]), *map(line, found["rates"]), sep="\n  ", flush=True)
+                    figures = through(door, settings_of(args, shape))
+                    rows.append({"shape": shape, "door": door, "start": temperature, **figures})
+                    print(line(rows[-1]), *map(line, figures["rates"]), sep="\n  ", flush=True)
     return rows
 
 
@@ -209,9 +209,9 @@ def main() -> None:
         print(write_results("startup_doors", {"rows": compare_doors(args)}, args.output))
         return
     with empty_cache() if args.cold else nullcontext():
-        found = {"shape": args.shape, "cold": args.cold, **start(args)}
-    print(line(found))
-    print(write_results(f"startup_{'cold' if args.cold else 'warm'}", found, args.output))
+        figures = {"shape": args.shape, "cold": args.cold, **start(args)}
+    print(line(figures))
+    print(write_results(f"startup_{'cold' if args.cold else 'warm'}", figures, args.output))
 
 
 if __name__ == "__main__":

@@ -39,13 +39,15 @@ def commands(pair: Path, results: Path, quantizations: Sequence[str] = ("none",)
     random = [*random_target, "--eagle3", str(pair / RANDOM / "eagle3")]
     map_of = [*target, "--draft", str(pair / "eagle"), "--size", "512"]
 
-    def run(benchmark: str, given: list[str], name: str, picture: str = "") -> Command:
+    def run(benchmark: str, arguments: list[str], name: str, picture: str = "") -> Command:
         drawn = [picture, str(IMAGES / f"{name}.png")] if picture else []
-        return benchmark, [*given, *drawn, "--output", str(results / f"{name}.json")]
+        return benchmark, [*arguments, *drawn, "--output", str(results / f"{name}.json")]
 
-    def rounded(benchmark: str, given: list[str]) -> list[Command]:
+    def rounded(benchmark: str, arguments: list[str]) -> list[Command]:
         name = benchmark.split()[-1]
-        return [run(benchmark, [*given, "--quantization", q], result_name(name, q)) for q in quantizations]
+        return [
+            run(benchmark, [*arguments, "--quantization", q], result_name(name, q)) for q in quantizations
+        ]
 
     def trace(shape: str, batch: int) -> Command:
         name = f"step_trace_{shape.replace(',', '_')}_b{batch}"

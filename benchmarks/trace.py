@@ -73,12 +73,12 @@ def traced(run: Any) -> tuple[list[Event], list[Event]]:
 
 
 def _events(rows: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[Event]:
-    found = [
+    events = [
         Event(row["name"], row["ts"], row["dur"], row["args"].get("correlation", -1))
         for row in rows
         if row.get("cat") in kinds
     ]
-    return sorted(found, key=lambda event: event.start)
+    return sorted(events, key=lambda event: event.start)
 
 
 def steps_of(kernels: Sequence[Event]) -> list[list[Event]]:
@@ -107,11 +107,11 @@ def kind_of(name: str) -> str:
 
 def own_times(step: Sequence[Event]) -> list[float]:
     """Microseconds of each kernel of a step; with the gaps between them they are the step's."""
-    until, found = 0.0, []
+    until, times = 0.0, []
     for event in step:
-        found.append(max(0.0, event.end - max(until, event.start)))
+        times.append(max(0.0, event.end - max(until, event.start)))
         until = max(until, event.end)
-    return found
+    return times
 
 
 def breakdown(steps: Sequence[Sequence[Event]]) -> dict[str, dict[str, float]]:
@@ -211,10 +211,10 @@ def main() -> None:
     args = parse_load(parser)
     shape = parse_shape(args.shape)
     with open_llm(args, shape, args.batch) as llm:
-        found = report(args, shape, args.batch, llm)
-    print(line(found))
-    show(found["by_kind"], "  ")
-    print(write_results(f"step_trace_{args.shape.replace(',', '_')}_b{args.batch}", found, args.output))
+        figures = report(args, shape, args.batch, llm)
+    print(line(figures))
+    show(figures["by_kind"], "  ")
+    print(write_results(f"step_trace_{args.shape.replace(',', '_')}_b{args.batch}", figures, args.output))
 
 
 INNER, VOCAB, DRAFT_VOCAB, QKV = 14336, 128256, 32000, 6144
@@ -239,15 +239,15 @@ def parts(step: Sequence[Event]) -> list[str]:
     """What each kernel of a step is for: a projection by its neighbours, others by their kind. A draft level goes from
     its pairs to its candidates; pairs without candidates begin what fills the draft's cache."""
     kinds = ["sum" if "splitKreduce" in event.name else kind_of(event.name) for event in step]
-    found, place = [], ""
+    names, place = [], ""
     for index, kind in enumerate(kinds):
         if kind == "pairs":
             drafts = next((k for k in kinds[index:] if k in ("sampling", "tree")), "") == "sampling"
             place = "draft " if drafts else "store "
         elif kind == "tree":
             place = ""
-        found.append(place + _part(kinds, index))
-    return found
+        names.append(place + _part(kinds, index))
+    return names
 
 
 def _part(kinds: Sequence[str], index: int) -> str:
@@ -290,12 +290,12 @@ def bars(steps: Sequence[Sequence[Event]], context: int) -> list[dict[str, Any]]
 
 
 def lines(rows: Bars) -> list[str]:
-    found = [f"{'part':24} {'launches':>8} {'us':>8} {'MB':>8} {'floor us':>8} {'ratio':>6}"]
+    table = [f"{'part':24} {'launches':>8} {'us':>8} {'MB':>8} {'floor us':>8} {'ratio':>6}"]
     for row in (*rows, _sum(rows)):
         ratio = f"{row['us'] / row['floor_us']:6.2f}" if row["floor_us"] else ""
         counts = f"{row['launches']:8} {row['us']:8.1f} {row['bytes'] / 1e6:8.1f}"
-        found.append(f"{row['part']:24} {counts} {row['floor_us']:8.1f} {ratio}")
-    return found
+        table.append(f"{row['part']:24} {counts} {row['floor_us']:8.1f} {ratio}")
+    return table
 
 
 def _sum(rows: Bars) -> dict[str, Any]:

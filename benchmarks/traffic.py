@@ -87,10 +87,10 @@ def said_in_stream(reply: Reply) -> Said:
 
 def said(reply: Reply) -> Said:
     """Of an answer that was not streamed."""
-    found = reply.json()
-    (choice,) = found["choices"]
+    answer = reply.json()
+    (choice,) = answer["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    usage = found["usage"]
+    usage = answer["usage"]
     return Said(text, choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
 
 
@@ -181,14 +181,14 @@ class Traffic:
             reply = await self._until_let_in(connection, raw, leave)
             if reply.status != 200:
                 raise ValueError(f"{reply.status}: {reply.body[:200]!r}")
-            found = said_in_stream(reply)
+            answer = said_in_stream(reply)
         except Left as left:
             self.outcome.left["within the answer" if left.pieces else "before it"] += 1
             return
         except (OSError, EOFError, ValueError) as error:
             self.outcome.wrong.append(f"request {index}: {error!r}")
             return
-        self._compare(index, found, reply)
+        self._compare(index, answer, reply)
 
     async def _until_let_in(self, connection: Connection, raw: bytes, leave: Leave | None = None) -> Reply:
         """Come again when it is told that the queue is full."""
@@ -197,10 +197,10 @@ class Traffic:
             await asyncio.sleep(float(reply.headers["retry-after"]))
         return reply
 
-    def _compare(self, index: int, found: Said, reply: Reply) -> None:
+    def _compare(self, index: int, answer: Said, reply: Reply) -> None:
         expected = self._plan.expected[index]
-        if found != expected:
-            self.outcome.wrong.append(f"request {index}: {found} instead of {expected}")
+        if answer != expected:
+            self.outcome.wrong.append(f"request {index}: {answer} instead of {expected}")
             return
         self.outcome.right += 1
         self.outcome.first_token.append(reply.first)

@@ -33,15 +33,15 @@ GOAL = 0.98
 Picked = tuple[int, ...] | None
 
 
-def tune(given: Sequence[str], directory: Path, name: str) -> tuple[list[dict[str, Any]], Picked, float]:
+def tune(flags: Sequence[str], directory: Path, name: str) -> tuple[list[dict[str, Any]], Picked, float]:
     """What it measured at each batch size, its pick for all of them, and seconds from the command to its end."""
-    found, output = directory / f"{name}.json", directory / f"{name}.yaml"
+    report, output = directory / f"{name}.json", directory / f"{name}.yaml"
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "specserve.tune", *given, "--output", str(output), "--json", str(found)]
+    command = [sys.executable, "-m", "specserve.tune", *flags, "--output", str(output), "--json", str(report)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     settings = yaml.safe_load(output.read_text())
     picked = tuple(settings[key] for key in SHAPE) if SHAPE[0] in settings else None
-    return json.loads(found.read_text())["batches"], picked, time.perf_counter() - begin
+    return json.loads(report.read_text())["batches"], picked, time.perf_counter() - begin
 
 
 def ratios_by_shape(batch: dict[str, Any]) -> dict[Picked, float]:
@@ -49,16 +49,16 @@ def ratios_by_shape(batch: dict[str, Any]) -> dict[Picked, float]:
     return {shape_of(row["shape"]): row["ratio_to_plain"] for row in batch["shapes"]}
 
 
-def shape_of(found: Sequence[int] | None) -> Picked:
-    return None if found is None else tuple(found)
+def shape_of(shape: Sequence[int] | None) -> Picked:
+    return None if shape is None else tuple(shape)
 
 
 def compare(
-    given: Sequence[str], minutes: float, exhaustive_minutes: float, directory: Path
+    flags: Sequence[str], minutes: float, exhaustive_minutes: float, directory: Path
 ) -> dict[str, Any]:
     """One workload: picks, best shapes, and what share of these the picks reach."""
-    tuned, overall, seconds = tune([*given, "--minutes", str(minutes)], directory, "tuned")
-    thorough = [*given, "--minutes", str(exhaustive_minutes), "--exhaustive"]
+    tuned, overall, seconds = tune([*flags, "--minutes", str(minutes)], directory, "tuned")
+    thorough = [*flags, "--minutes", str(exhaustive_minutes), "--exhaustive"]
     all_, best_overall, _ = tune(thorough, directory, "exhaustive")
     rows, shares = [], []
     for ours, theirs in zip(tuned, all_, strict=True):
@@ -80,9 +80,9 @@ def compare(
     return {"seconds": seconds, "pick": overall, "best": best_overall, "share": share, "batches": rows}
 
 
-def tuner_lines(name: str, found: dict[str, Any]) -> list[str]:
-    rows = [("all", found), *((f"batch {row['batch']}", row) for row in found["batches"])]
-    return [f"{name}, tuner's whole command {found['seconds']:.0f} s"] + [
+def tuner_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    rows = [("all", figures), *((f"batch {row['batch']}", row) for row in figures["batches"])]
+    return [f"{name}, tuner's whole command {figures['seconds']:.0f} s"] + [
         f"  {what:10} pick {row['pick']!s:12} best {row['best']!s:12} share {row['share']:.3f}, goal {GOAL}"
         for what, row in rows
     ]
@@ -105,15 +105,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             prompts = Path(place) / "prompts.jsonl"
             prompts.write_text("".join(json.dumps(row) + "\n" for row in load_prompts() if field in row))
-            given = ["--model-path", args.model, "--speculative-algorithm", "EAGLE3"]
-            given += ["--speculative-draft-model-path", args.eagle3, "--prompts", str(prompts)]
-            given += ["--max-running-requests", str(max(args.batches))]
+            flags = ["--model-path", args.model, "--speculative-algorithm", "EAGLE3"]
+            flags += ["--speculative-draft-model-path", args.eagle3, "--prompts", str(prompts)]
+            flags += ["--max-running-requests", str(max(args.batches))]
             for option, values in {
                 "batch_sizes": args.batches,
                 **{name: getattr(args, name) for name in GRID},
             }.items():
-                given += [f"--{option.replace('_', '-')}", *map(str, values)]
-            figures[name] = compare(given, args.minutes, args.exhaustive_minutes or args.minutes, Path(place))
+                flags += [f"--{option.replace('_', '-')}", *map(str, values)]
+            figures[name] = compare(flags, args.minutes, args.exhaustive_minutes or args.minutes, Path(place))
         print("\n".join(tuner_lines(name, figures[name])), flush=True)
         written = write_results("tuner", figures, args.output)
     print(written)

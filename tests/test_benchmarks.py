@@ -136,7 +136,7 @@ def test_what_a_device_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [(at(step - 0.5), at(step), at(step + 2), at(step + had)) for step, had in ((10, 2), (20, 5))]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    found = constrained_speed.Watch(0.006, 12, None, [(None, *steps[0][1:]), *steps]).found()
+    found = constrained_speed.Watch(0.006, 12, None, [(None, *steps[0][1:]), *steps]).figures()
     assert found == pytest.approx(
         {"mask_us_a_node": 500, "waited": 1 / 3, "waited_us": 3000, "between_us": 500}
     )
