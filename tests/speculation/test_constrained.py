@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from benchmarks import constrained
+from benchmarks.configurations import SPECULATION
 from benchmarks.constrained import MARKS, Report, Row, kinds, marked_model, run
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS
@@ -22,7 +22,7 @@ from specserve.frontend.tokenizer import byte_alphabet
 def test_calls_and_forms_are_valid_and_those_of_plain_decoding(tmp_path: Path) -> None:
     """In float64, in batches with free requests, in small trees; ``benchmarks.constrained`` has more of them."""
     lines: list[str] = []
-    with patch.dict(constrained.SPECULATION, {"small": ("EAGLE3", 3, 2, 6)}):
+    with patch.dict(SPECULATION, {"small": ("EAGLE3", 3, 2, 6)}):
         report = run(marked_model(tmp_path), 24, ("small",), "float64", lines.append)
     assert report.fine, (lines, report.invalid)
     assert sum(report.ended.values()) > 8
