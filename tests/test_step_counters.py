@@ -140,8 +140,7 @@ def assert_same_counts(scheduler: Scheduler, recorded: Recorded) -> None:
     ]
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
-@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 3, 9)], ids=["chain", "tree"])
+@pytest.mark.parametrize(("shape", "overlap"), [((3, 1, 4), "off"), ((4, 3, 9), "on")], ids=["chain", "tree"])
 def test_counts_are_a_recount(shape: Shape, overlap: str, agreeing: Checkpoints) -> None:
     scheduler = agreeing.scheduler("EAGLE3", shape, max_running_requests=4, overlap_schedule=overlap)
     with record_steps() as recorded:

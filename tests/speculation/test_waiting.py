@@ -99,7 +99,7 @@ def test_until_pages_are_freed_or_cached_nothing_fits(page_size: int) -> None:
 
     others: list[Request] = []
     waits, outcomes = None, {True: 0, False: 0}
-    for _ in range(20000):
+    for _ in range(8000):
         if waits is None:
             waits, refused = prompted(16 * page_size), -1
         tokens, chosen = len(waits.prompt) + 1, rng.choice(others) if others else None
