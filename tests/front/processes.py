@@ -68,6 +68,10 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return next(int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
 
+    def mapped(self) -> str:
+        """The libraries that the process has loaded, on Linux."""
+        return Path(f"/proc/{self.process.pid}/maps").read_text()
+
     def get(self, path: str) -> tuple[int, str]:
         try:
             with urllib.request.urlopen(self.url + path, timeout=10) as response:

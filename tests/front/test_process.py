@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -135,10 +136,14 @@ def test_engine_that_is_told_to_end_while_it_ends(model: Path) -> None:
         assert "Exception ignored" not in "".join(server.lines)
 
 
-def test_stop_says_nothing_of_leaks() -> None:
-    """For a model that has a configuration the tokenizer's library loads extensions, which may report some."""
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_front_has_no_torch_and_leaks_nothing() -> None:
+    """For a model that has a configuration the tokenizer's library loads extensions, which may report leaks."""
     with running("build_echo", ROOT / "specserve" / "bundled" / "chat") as server:
         server.wait_ready()
+        assert "tokenizers" in server.mapped()
+        assert "libtorch" not in server.mapped()
+        assert "PyTorch" not in "".join(server.lines)
         assert server.stop() == 0
         assert "leaked" not in "".join(server.lines)
 
