@@ -220,7 +220,7 @@ def test_one_bit_of_a_logprob_is_noticed() -> None:
 
 def test_a_wrong_token_is_noticed(models: Models) -> None:
     """An engine that accepts one child too many is not lossless, and the report says where and how far off."""
-    items = make_items(prompts(), 14, 12)
+    items = make_items(prompts(), 7, 12)
     expected = reference_texts(models, items)
     configuration: dict[str, Any] = {
         "batch": 4,

@@ -191,7 +191,7 @@ def test_probes_cost_what_they_lose(begun: int) -> None:
         charged += before - found.allowance
         batch.probed_at = None
 
-    Device([0.5] * 128, begun=begun).run(found.choose, observe, 4000)
+    Device([0.5] * 128, begun=begun).run(found.choose, observe, 2500)
     assert charged > 0
 
 
