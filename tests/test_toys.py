@@ -63,7 +63,6 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"batch": 4, "page": 1, "chunk": 16, "pool": "small", "prefix_cache": True, "overlap": "off"},
     {"batch": 4, "page": 16, "chunk": 16, "pool": "normal", "prefix_cache": False, "overlap": "on"},
 ]
-SPECULATIONS = "eagle3-tree", "copy"
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
@@ -146,11 +145,12 @@ def test_a_drafter_s_state_follows_the_text(trained: Path, agreeing: Checkpoints
 @pytest.mark.parametrize(
     ("configuration", "write", "speculation"),
     [
-        (configuration, write, speculation)
-        for index, configuration in enumerate(CONFIGURATIONS)
-        for write, speculation in zip(
-            (write_scaled, write_toy), SPECULATIONS[:: 1 - 2 * (index % 2)], strict=True
-        )
+        (CONFIGURATIONS[0], write_scaled, "eagle3-tree"),
+        (CONFIGURATIONS[0], write_toy, "copy"),
+        (CONFIGURATIONS[1], write_scaled, "copy"),
+        (CONFIGURATIONS[1], write_toy, "eagle3-tree"),
+        (CONFIGURATIONS[2], write_scaled, "eagle3-tree"),
+        (CONFIGURATIONS[2], write_toy, "copy"),
     ],
 )
 def test_speculation_changes_no_text_of_a_toy_target(

@@ -26,8 +26,8 @@ from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, REFUSA
 from tests.front.live import Live, live
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2", "--speculative-eagle-topk", "2"]
-FLAGS += ["--speculative-num-draft-tokens", "4", "--device", "cpu", "--dtype", "float32"]
+FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+FLAGS += ["--speculative-num-draft-tokens", "3", "--device", "cpu", "--dtype", "float32"]
 FLAGS += ["--max-running-requests", "16"]  # all cases are asked at once
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",

@@ -186,7 +186,7 @@ class TestStopping:
         with running("build_slow", model, NO_TEXT) as server:
             server.wait_ready()
             engine, given = server.engine_pid(), {**IDS, "return_token_ids": True}
-            calls = {**given, "max_tokens": 100}, {**given, "max_tokens": 120, "stream": True}
+            calls = {**given, "max_tokens": 200}, {**given, "max_tokens": 220, "stream": True}
             answers = under_way(server, pool, *calls)
             server.process.send_signal(signal.SIGINT)
             wait(lambda: server.get("/health")[0] == 503, 1.5)
@@ -194,7 +194,7 @@ class TestStopping:
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             assert refused.json()["error"]["message"] == "the server is stopping"
             assert server.finish() == 0
-            assert answers[0].result().json()["choices"][0]["token_ids"] == [97] * 100
+            assert answers[0].result().json()["choices"][0]["token_ids"] == [97] * 200
             assert "error" not in answers[1].result().text
             wait(lambda: not Path(f"/proc/{engine}").exists(), 5)
             assert "Traceback" not in "".join(server.lines)

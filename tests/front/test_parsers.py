@@ -627,10 +627,10 @@ def test_hostile_texts_take_no_longer(text: str) -> None:
     begin = time.process_time()
     for kind in ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "think"):
         parser = KINDS[kind][0]()
-        events = [event for at in range(0, len(text), 4) for event in parser.feed(text[at : at + 4])]
+        events = [event for at in range(0, len(text), 8) for event in parser.feed(text[at : at + 8])]
         count = sum(isinstance(event, Call) for event in [*events, *parser.finish()])
         assert count == HOSTILE_CALLS.get((kind, text[:25]), 0)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 1.5
 
 
 @pytest.mark.parametrize("head", ['<tool_call>{"name": "f", "arguments": {"a": "', '[f(a="'])
