@@ -17,13 +17,16 @@ pytest.importorskip("triton")
 
 import torch
 from specserve_kernels import FP8, Packed
-from specserve_kernels.ops.device import H200
+from specserve_kernels.ops.device import H200, Gpu
 from specserve_kernels.ops.linear import choose, packed, streamed
 from torch import Tensor
 
 from specserve.compile import main
+from specserve.config import make_settings
+from specserve.config.engine import EngineConfig
 from specserve.engine.kernels import KernelWatch, MissingKernel, Variant
-from specserve.process.compile import PROMPT_TOKENS
+from specserve.process.assemble import resolve_engine
+from specserve.process.compile import PROMPT_TOKENS, CompileAhead, CompileJob, list_file
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
@@ -35,10 +38,38 @@ from tests.reference.standalone import first_layer
 
 ROOT = Path(__file__).parent.parent
 
+SKETCHES = """
+import sys
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from specserve.compile import main
+
+make_ir, add_stages = ASTSource.make_ir, CUDABackend.add_stages
+
+def sketch(self, *args):
+    return make_ir(self, *args) if self.name == "_grow_kernel" else None
+
+def add_sketches(self, stages, *args):
+    def unless_sketched(stage, binary):
+        def compile(module, metadata):
+            if module is not None:
+                return stage(module, metadata)
+            metadata.update(name="", shared=0)
+            return b"" if binary else None
+        return compile
+    add_stages(self, stages, *args)
+    for name, stage in stages.items():
+        stages[name] = unless_sketched(stage, name == "cubin")
+
+ASTSource.make_ir, CUDABackend.add_stages = sketch, add_sketches
+sys.exit(main(sys.argv[1:]))
+"""
+"""``specserve.compile`` that puts all kernels into the cache, under their keys, and compiles one of them."""
+
+
 LAUNCHES = """
 import collections, json, sys
 from dataclasses import replace
-from specserve_kernels.ops.device import Gpu, Limits
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -61,21 +92,32 @@ print(json.dumps([found[True], found[False]]))
 
 
 NOTES = """
-import collections, json, sys
+import json, sys
 from dataclasses import replace
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 from specserve.config import load_settings
 from specserve.process import compile
 from specserve.process.assemble import resolve_engine
 
+caches = []
+
+def note(*, key, fn, **_):
+    caches.append(fn.jit_function.device_caches[0][0])
+    caches[-1][key] = fn.name  # so that it is noted only once
+    return True
+
+run = JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+knobs.runtime.jit_cache_hook = note
 driver.set_active(compile.Driver((9, 0)))
 for flags in json.loads(sys.argv[1]):
     _, _, config = resolve_engine(replace(load_settings(flags, {}), device="cuda"), has_gpu=True)
-    found = collections.Counter()
-    knobs.runtime.jit_cache_hook = lambda fn, **_: found.update([fn.name]) is None
     compile.launch_all(config)
-    print(*found)
+    print(*{name for cache in caches for name in cache.values()})
+    for cache in caches:
+        cache.clear()
 """
 """Launches for each list of flags, compiles nothing, and prints which kernels were asked for, a line each."""
 
@@ -94,24 +136,19 @@ def python(cache: Path, *command: str) -> str:
 def test_what_is_launched_was_compiled(tmp_path: Path) -> None:
     target = make_llama(tmp_path / "target", vocab=512, hidden=256, heads=4, kv_heads=2)
     draft = make_eagle3(tmp_path / "eagle3", target, draft_vocab=128)
-    flags = ["--model-path", str(target), "--speculative-algorithm", "EAGLE3"]
-    flags += [
-        "--speculative-draft-model-path",
-        str(draft),
-        "--dtype",
-        "bfloat16",
-        "--max-running-requests",
-        "1",
-    ]
+    flags = ["--model-path", str(target), "--speculative-algorithm", "EAGLE3", "--dtype", "bfloat16"]
+    flags += ["--speculative-draft-model-path", str(draft), "--max-running-requests", "1"]
     flags += ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
     flags += ["--speculative-num-draft-tokens", "3", "--skip-tokenizer-init", "--context-length", "64"]
-    flags += ["--speculative-draft-quantization", "none"]  # its kernels have thirteen variants
     cache = tmp_path / "cache"
-    said = python(cache, "-m", "specserve.compile", "--gpu", "h200", "--processes", "2", *flags)
+    said = python(cache, "-c", SKETCHES, "--gpu", "h200", "--processes", "1", *flags)
     (listed,) = cache.glob("specserve-*.json")
     variants = [Variant(*each) for each in json.loads(listed.read_text())]
     assert said.startswith(f"{len(variants)} kernels for h200 in ")
     assert {"_attend_kernel", "_prefill_kernel", "_grow_kernel"} <= {variant.kernel for variant in variants}
+    compiled = [file.parent for file in cache.rglob("*.cubin") if file.stat().st_size]
+    assert compiled
+    assert {file.name for path in compiled for file in path.glob("*.cubin")} == {"_grow_kernel.cubin"}
     assert json.loads(python(cache, "-c", LAUNCHES, *flags)) == [len(variants), 0]
 
 
@@ -128,9 +165,10 @@ MAKES: dict[str, Callable[[Path, Path], Path]] = {
 def drafted(path: Path, kind: str) -> list[str]:
     """Flags of a target, and of a draft for it."""
     if kind == "MiMo":
-        target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2)
+        target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2, layers=1)
         return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
-    target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2)
+    layers = 3 if kind in ("DSPARK", "P_EAGLE") else 1  # those read several of them
+    target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2, layers=layers)
     if kind == "of 4 bits":
         return ["--model-path", str(quantize(target, path / "quantized", "gptq act order"))]
     if kind not in MAKES:
@@ -153,6 +191,7 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
         ("of 4 bits", [], "_packed_linear_kernel"),
     ]
     shared = ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
+    shared += ["--context-length", "64"]
     flags = [[*drafted(tmp_path / kind, kind), *shared, *more] for kind, more, _ in pairs]
     found = python(tmp_path, "-c", NOTES, json.dumps(flags)).splitlines()
     for (kind, _, kernel), line in zip(pairs, found, strict=True):
@@ -182,25 +221,22 @@ def test_the_dry_run_multiplies_as_any_prompt_does(
     assert {launch(tokens) for tokens in range(1, 8193)} == {launch(t) for t in (*PROMPT_TOKENS, 8192)}
 
 
-LISTS = """
-import sys
-from dataclasses import replace
-from specserve_kernels.ops.device import Gpu, Limits
-from specserve.config import load_settings
-from specserve.process.assemble import resolve_engine
-from specserve.process.compile import CompileJob, list_file
-
-for path in sys.argv[1:]:
-    given = replace(load_settings(["--model-path", path, "--skip-tokenizer-init"], {}), device="cuda")
-    config = resolve_engine(given, has_gpu=True)[2]
-    print(list_file(CompileJob(config, Gpu((9, 0), Limits(132, 232448)), 1)))
-"""
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's, of this process."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def test_a_checkpoint_whose_files_decide_otherwise_has_another_list(tmp_path: Path) -> None:
+def engine_of(path: Path) -> EngineConfig:
+    given = make_settings(model_path=str(path), skip_tokenizer_init=True, device="cuda")
+    return resolve_engine(given, has_gpu=True)[2]
+
+
+def test_a_checkpoint_whose_files_decide_otherwise_has_another_list(tmp_path: Path, cache: Path) -> None:
     """Of which a start that finds it skips the dry run."""
     target = make_llama(tmp_path / "target", vocab=64, hidden=256, heads=4, kv_heads=2)
-    paths = []
+    lists = []
     for number, (ends, change) in enumerate(
         [
             ("", lambda each: each),
@@ -209,43 +245,33 @@ def test_a_checkpoint_whose_files_decide_otherwise_has_another_list(tmp_path: Pa
             ("g_idx", lambda each: each.flip(0)),
         ]
     ):
-        paths.append(quantize(target, tmp_path / str(number), "gptq act order"))
-        state, config = load_checkpoint(paths[-1])
+        path = quantize(target, tmp_path / str(number), "gptq act order")
+        state, config = load_checkpoint(path)
         changed = {
             name: change(each) if ends and name.endswith(ends) else each for name, each in state.items()
         }
-        save_checkpoint(paths[-1], changed, config, safetensors=True)
-    same, also, *others = python(tmp_path / "cache", "-c", LISTS, *map(str, paths)).splitlines()
+        save_checkpoint(path, changed, config, safetensors=True)
+        lists.append(list_file(CompileJob(engine_of(path), Gpu((9, 0), H200), 1)))
+    same, also, *others = lists
+    assert same.parent == cache
     assert same == also
     assert len({same, *others}) == 3
 
 
-AHEAD = """
-import sys
-from dataclasses import replace
-from unittest.mock import patch
-from specserve_kernels.ops import device
-from specserve.config import load_settings
-from specserve.process.assemble import resolve_engine
-from specserve.process.compile import CompileAhead
-
-given = replace(load_settings(["--model-path", sys.argv[1], "--skip-tokenizer-init"], {}), device="cuda")
-config = resolve_engine(given, has_gpu=True)[2]
-sys.path.append(sys.argv[2])
-with patch.object(device, "this_gpu", lambda: device.Gpu((9, 0), device.Limits(132, 232448))):
-    process = CompileAhead.begin(config).process
-    print(process and process.stderr.read().decode())
-"""
-
-
-def test_the_compiler_finds_what_this_process_finds(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_the_compiler_finds_what_this_process_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And a program that embeds Python, where it can't be started, goes on without it."""
-    target = make_llama(tmp_path / "target", vocab=64, hidden=256, heads=4, kv_heads=2)
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "sitecustomize.py").write_text("import sys\nsys.exit('found it')\n")
-    assert "found it" in python(tmp_path / "cache", "-c", AHEAD, str(target), str(tmp_path / "more"))
-    nowhere = AHEAD.replace("import sys\n", "import sys\nsys.executable = '/nowhere'\n", 1)
-    assert python(tmp_path / "cache", "-c", nowhere, str(target), str(tmp_path)).strip() == "None"
+    config = engine_of(make_llama(tmp_path / "target", vocab=64, hidden=256, heads=4, kv_heads=2))
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.exit('found it')\n")
+    monkeypatch.setattr("specserve_kernels.ops.device.this_gpu", lambda: Gpu((9, 0), H200))
+    monkeypatch.setattr("triton.knobs.runtime.jit_cache_hook", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    CompileAhead.begin(config).load()
+    assert "kernels could not be compiled in advance: SystemExit: found it" in caplog.text
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    assert CompileAhead.begin(config).process is None
 
 
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:
