@@ -112,15 +112,7 @@ def followed() -> Iterator[Launches]:
 
 @pytest.mark.parametrize(
     ("algorithm", "branching"),
-    [
-        ("EAGLE3", 1),
-        ("EAGLE3", 2),
-        ("MEDUSA", 1),
-        ("DFLASH", 1),
-        ("DFLASH", 2),
-        ("PARD", 1),
-        ("P_EAGLE+NGRAM", 1),
-    ],
+    [("EAGLE3", 2), ("MEDUSA", 1), ("DFLASH", 2), ("P_EAGLE+NGRAM", 1)],
 )
 @pytest.mark.usefixtures("on_triton")
 def test_nothing_is_read_before_it_is_written(
@@ -128,7 +120,7 @@ def test_nothing_is_read_before_it_is_written(
 ) -> None:
     scheduler = agreeing_32.scheduler(algorithm, (2, branching, 3 * branching), dtype="float32")
     prompts = [[3, 9, 27, 17], [1, 2, 1]]
-    params = [SamplingParams(temperature=heat, seed=1, max_tokens=7) for heat in (0, 0.8)]
+    params = [SamplingParams(temperature=heat, seed=1, max_tokens=5) for heat in (0, 0.8)]
     with followed() as launches:
         answer_all(scheduler, zip(prompts, params, strict=True))
     assert not launches.early
