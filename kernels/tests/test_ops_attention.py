@@ -6,6 +6,7 @@ On a CPU the kernels are interpreted, in float32; on a GPU they run, in all of t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ DEVICES = [
       for dtype in (torch.float32, torch.bfloat16, torch.float16)),
 ]  # fmt: skip
 HEADS = [(2, 2, 32), (4, 1, 64), (8, 1, 128), (3, 1, 256)]  # query heads, key heads, head size
+PAGES = [1, 16, 64]
 CAPACITY = 2200  # positions
 
 
@@ -167,8 +169,14 @@ def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spar
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("heads", "page_size"),
+    list(
+        itertools.product(HEADS, PAGES)
+        if torch.cuda.is_available()
+        else zip(HEADS, [*PAGES, 16], strict=True)
+    ),
+)
 class TestEveryGeometry:
     def test_tree(
         self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
@@ -284,19 +292,17 @@ class TestShapes:
             monkeypatch.setattr(module, "NEAR", 64)
             monkeypatch.setattr(module, "FAR", 128)
         case = Case((4, 1, 32), 16, device, dtype)
-        for lengths in ([20, 1, 340, 126, 5], [62, 64, 130, 192, 63]):
-            for workers, most in ((40, 40), (3, 40), (1, 5)):
-                with monkeypatch.context() as patch:
-                    launched_with(patch, workers=workers, most=most)
-                    nodes = tree(case, lengths, [2, 1, 3, 4, 2], max_nodes=4)
-                    case.check("plan_verify", nodes, rows=12)
-                    case.check("plan_verify", chain(nodes), rows=12)
-                    prefix_B = case.integers(lengths)
-                    scratch_BKA = prefix_B[:, None, None] + torch.arange(4, device=device).view(2, 2)
-                    case.check(
-                        "plan_draft", Frontier(case.table(5, 344), prefix_B, 1, scratch_BKA, 344), rows=10
-                    )
-                assert not tickets(1, device).any()
+        apart, even = [20, 1, 340, 126, 5], [62, 64, 130, 192, 63]
+        for lengths, workers, most in ((apart, 40, 40), (even, 40, 40), (apart, 3, 40), (even, 1, 5)):
+            with monkeypatch.context() as patch:
+                launched_with(patch, workers=workers, most=most)
+                nodes = tree(case, lengths, [2, 1, 3, 4, 2], max_nodes=4)
+                case.check("plan_verify", nodes, rows=12)
+                case.check("plan_verify", chain(nodes), rows=12)
+                prefix_B = case.integers(lengths)
+                scratch_BKA = prefix_B[:, None, None] + torch.arange(4, device=device).view(2, 2)
+                case.check("plan_draft", Frontier(case.table(5, 344), prefix_B, 1, scratch_BKA, 344), rows=10)
+            assert not tickets(1, device).any()
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270)
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270, own=True)
 
