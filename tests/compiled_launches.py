@@ -5,7 +5,8 @@
 
 Triton sees a device of compute capability 9.0, and a launch compiles its kernel for the types and the alignment of its
 real arguments, which are on the CPU: all variants go through Triton's front end, some through its passes for a GPU or
-to LLVM's code, none through ptxas. Nothing is computed, so operations allocate zeros, which are valid indices.
+to LLVM's code, none through ptxas. Nothing is computed, so operations allocate zeros, which are valid indices, and
+projections return them.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.reference.linear.packed import Numbers, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
 from torch import Tensor
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -116,10 +118,11 @@ READ_EARLY = {
 SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 
 ADA_SHARED = 101_376  # bytes of shared memory of a program, of compute capability 8.6 and 8.9
-WAIT = "griddepcontrol.wait"
+WAIT = re.compile(r"griddepcontrol\.wait|tt\.grid_dependency_wait")
 ACCESS = re.compile(
     r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp)\.[\w.:]*global"
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
+    r"|\btt\.load (?!.*cache_modifier = cg)|\btt\.(store|atomic\w+|descriptor\w+) |\b\w+\.async\w*_copy_global"
 )
 
 WEIGHTS_FIRST = {"linear.specialized._specialized_kernel": 3, "linear.streamed._streamed_kernel": 1}
@@ -130,20 +133,21 @@ WEIGHTS = re.compile(COPIES.format("(?!0,)"), re.MULTILINE)
 INPUTS = re.compile(COPIES.format("0,"), re.MULTILINE)
 
 
-def waits_first(llvm: str, groups: int = 0) -> bool | None:
-    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own. ``groups``: as in
-    ``WEIGHTS_FIRST``."""
-    if WAIT not in llvm:
+def waits_first(code: str, groups: int = 0) -> bool | None:
+    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own, or Triton's for a GPU.
+    ``groups``: as in ``WEIGHTS_FIRST``, of LLVM's code only."""
+    waits = [found.start() for found in WAIT.finditer(code)]
+    if not waits:
         return None
     if groups:
-        inputs = INPUTS.search(llvm)
-        before = llvm[: inputs.start()] if inputs else llvm
-        weights = max((found.start() for found in WEIGHTS.finditer(before)), default=0)
-        if llvm.count(WAIT) < groups or before.rfind(WAIT) < weights:
+        inputs = INPUTS.search(code)
+        before = inputs.start() if inputs else len(code)
+        weights = max((found.start() for found in WEIGHTS.finditer(code, 0, before)), default=0)
+        if len(waits) < groups or max((wait for wait in waits if wait < before), default=-1) < weights:
             return False
-        llvm = WEIGHTS.sub("", llvm)
-    first = ACCESS.search(llvm)
-    return first is None or llvm.index(WAIT) < first.start()
+        return waits_first(WEIGHTS.sub("", code))
+    first = ACCESS.search(code)
+    return first is None or waits[0] < first.start()
 
 
 LOOP = re.compile(r"^( *)(?:%\S+ = )?scf\.for .*?^\1}", re.MULTILINE | re.DOTALL)
@@ -185,8 +189,8 @@ class Compiler:
     """Replace launches: compile each variant once.
 
     Triton's front end checks all of them, which finds errors that its interpreter tolerates: ``until`` is the stage
-    that is not run, "ttir" then. "llir": Triton's passes for a GPU are run, too. "ptx", and the first variant of each
-    kernel: so is LLVM, whose code gives the shared memory.
+    that is not run, "ttir" then. "llir": Triton's passes for a GPU are run, too, and the one that places shared memory.
+    "ptx", and the first variant of each kernel: so is LLVM.
     """
 
     def __init__(self, until: Literal["ttir", "llir", "ptx"] = "ttir") -> None:
@@ -258,22 +262,40 @@ class Compiler:
         """The first that was given of those that it touches."""
         return next((other for other in self._first if touch(place, other)), None)
 
-    def add_stages(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+    def add_stages(self, backend: Any, stages: dict[str, Any], options: Any, language: Any) -> None:
         """In the place of the backend's: the stage after the last that is wanted ends the compilation."""
-        self._add_stages(backend, stages, *rest)
+        self._add_stages(backend, stages, options, language)
 
-        to_ttgir = stages["ttgir"]
+        to_ttgir, is_triton = stages["ttgir"], "ttir" in stages  # Gluon begins later
 
         def remember(module: Any, metadata: dict[str, Any]) -> Any:
             module = to_ttgir(module, metadata)
             self._ttgir = str(module)
+            if self._last == "llir" and is_triton:
+                raise Enough(shared_of(module, options), self._ttgir)
             return module
 
         def end(module: Any, metadata: dict[str, Any]) -> None:
             raise Enough(metadata.get("shared"), str(module))
 
         stages["ttgir"] = remember
-        stages[self._last if self._last in stages else "llir"] = end  # Gluon begins after "ttir"
+        stages[self._last if self._last in stages else "llir"] = end
+
+
+def shared_of(module: Any, options: Any) -> int:
+    """Bytes, of Triton's code for a GPU: the first passes of those that give it to LLVM."""
+    manager, version = (
+        ir.pass_manager(module.context),
+        get_ptx_version_from_options(options, Device.capability),
+    )
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, Device.capability, version)
+    manager.run(module, "shared_of")
+    shared: int = module.get_int_attr("ttg.shared")
+    return shared
 
 
 def places_of(arg: object) -> list[range]:
@@ -291,14 +313,14 @@ def touch(one: range, other: range) -> bool:
 
 
 def specialized(arg: object, by_value: bool) -> object:
-    """What of a launch's argument a kernel is compiled for."""
+    """What of a launch's argument Triton's front end distinguishes: not whether it is aligned."""
     if isinstance(arg, tuple):
         return [specialized(member, by_value) for member in arg]
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
+        return arg.dtype
     if hasattr(arg, "block_shape"):
         return type(arg), arg.base.dtype, tuple(arg.block_shape)
-    return type(arg), isinstance(arg, int) and by_value and (arg == 1, arg % 16 == 0)
+    return type(arg), isinstance(arg, int) and by_value and arg == 1
 
 
 @contextmanager
@@ -313,6 +335,9 @@ def compiled_only() -> Iterator[Compiler]:
     def new_zeros(tensor: Tensor, *shape: Any, **options: Any) -> Tensor:
         return tensor.new_zeros(*shape, **options)
 
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], len(weight))
+
     def launch(*args: Any, **options: Any) -> None:
         compiler.launch(*args, **options)
 
@@ -326,6 +351,7 @@ def compiled_only() -> Iterator[Compiler]:
         stack.enter_context(patch.object(torch, "empty", torch.zeros))
         stack.enter_context(patch.object(torch, "empty_like", zeros_like))
         stack.enter_context(patch.object(Tensor, "new_empty", new_zeros))
+        stack.enter_context(patch.object(torch.nn.functional, "linear", linear))
         stack.enter_context(patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True))
         stack.enter_context(patch.object(specserve.speculation.sampler, "runs_triton", lambda _: True))
         stack.enter_context(patch.dict(ATTENTION, torch=ATTENTION["triton"]))
@@ -366,7 +392,12 @@ def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) 
 
 
 def launch_attention(
-    size: int, slots: int, nodes: int, dtype: torch.dtype = torch.bfloat16, scales: KVScales | None = None
+    size: int,
+    slots: int,
+    nodes: int,
+    dtype: torch.dtype = torch.bfloat16,
+    scales: KVScales | None = None,
+    frontiers: bool = True,
 ) -> None:
     """Trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and values
     in FP8."""
@@ -392,7 +423,7 @@ def launch_attention(
         attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, kv_start=1)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales)
-    if nodes > 1:
+    if nodes > 1 and frontiers:
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales)
 
@@ -468,14 +499,14 @@ def main() -> None:
     both = [PLAIN, FORETOLD]
     with torch.inference_mode(), compiled_only() as compiler:
         compiler.until = "ptx"
+        launch_packed(8, gated=False)
+        compiler.until = "llir"
         launch_attention(128, 20, 16)
         launch_norms()
         launch_linears(8)
         launch_wide(8)
         launch_wide(128)
-        launch_packed(8, gated=False)
-        compiler.until = "llir"
-        launch_attention(128, 20, 16, scales=KVScales())
+        launch_attention(128, 20, 16, scales=KVScales(), frontiers=False)
         launch_packed(64, gated=False)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
@@ -493,7 +524,8 @@ def main() -> None:
         launch_attention(256, 20, 16)
         launch_attention(64, 20, 16)
         launch_attention(128, 20, 16, torch.float32)
-        launch_attention(128, 1, 8, scales=KVScales())
+        for slots, nodes in ((20, 16), (1, 8)):
+            launch_attention(128, slots, nodes, scales=KVScales())
         launch_attention(64, 20, 16, scales=KVScales())
         for tokens in (32, 64, 200):
             launch_linears(tokens)
@@ -505,7 +537,7 @@ def main() -> None:
             launch_packed(tokens, gated=False)
         for tokens in (64, 200):
             launch_packed(tokens, gated=True)
-        Device.capability, compiler.until = 89, "ptx"
+        Device.capability, compiler.until = 89, "llir"
         assume(Gpu((8, 9), Limits(128, ADA_SHARED)))
         launch_packed(64, gated=False)
     for compiled in compiler.found.values():

@@ -173,6 +173,12 @@ def test_code_that_reads_too_early_is_found() -> None:
     assert waits_first(f'asm "@$3 ld.global.cg.b32 {{ $0 }}, [ $2 ];"\n{wait}\n{load}')
     assert not waits_first(f'asm "st.global.cg.b32 [ $0 ], {{ $1 }};"\n{wait}\n{load}')
     assert waits_first(load) is None
+    wait, load = "tt.grid_dependency_wait loc(#loc48)", "%x_9 = tt.load %x_8, %x : tensor<128x!tt.ptr<bf16>>"
+    settled = load.replace(" : ", " {cachePolicy = #tt.cache_policy<cache_modifier = cg>} : ")
+    assert waits_first(f"{settled}\n{wait}\n{load}")
+    for early in (load, "tt.store %3, %7, %x", "%k = ttg.async_copy_global_to_local %k_ptrs, %at"):
+        assert not waits_first(f"{early}\n{wait}")
+    wait = 'asm "griddepcontrol.wait ;"'
     copies = [
         f'asm "cp.async.bulk.tensor.2d.shared::cta.global [$1], [$2];"(i1 %9, ptr nonnull %{i}, i32 0)'
         for i in (0, 5)
