@@ -80,10 +80,27 @@ class SetDraftRows(msgspec.Struct, tag=True, frozen=True):
     rows: Sequence[int]
 
 
+class SetDraftTemperatures(msgspec.Struct, tag=True, frozen=True):
+    """Guess the drafts of these slots at these temperatures from the next step on."""
+
+    slots: Sequence[int]
+    temperatures: Sequence[float]
+
+
 class SetContinuations(msgspec.Struct, tag=True, frozen=True):
     """Replace the continuations of some slots' texts."""
 
     continuations: Sequence[Continuation]
 
 
-Command = Admit | SetPages | Prefill | Step | Begin | Settle | SetDraftRows | SetContinuations
+Command = (
+    Admit
+    | SetPages
+    | Prefill
+    | Step
+    | Begin
+    | Settle
+    | SetDraftRows
+    | SetDraftTemperatures
+    | SetContinuations
+)

@@ -25,6 +25,7 @@ from specserve.engine.commands import (
     Row,
     SetContinuations,
     SetDraftRows,
+    SetDraftTemperatures,
     SetPages,
     Settle,
     Step,
@@ -263,6 +264,8 @@ class Runner:
                 self.set_pages(command)
             case SetDraftRows():
                 self.set_draft_rows(command)
+            case SetDraftTemperatures():
+                self.set_draft_temperatures(command)
             case SetContinuations():
                 self.set_continuations(command)
             case Prefill():
@@ -366,8 +369,7 @@ class Runner:
         begun, self._begun = self._begun, None
         assert begun is not None
         words_TW, ends = self.masks.after_nodes(rows, begun.nodes, begun.pinned)
-        if not begun.pinned:
-            words_TW = words_TW.to(self.context.state.device)
+        words_TW = words_TW if begun.pinned else words_TW.to(self.context.state.device)
         return self._stepped(rows, begun.finish(words_TW), begun.stopwatch, ends)
 
     def _slots(self, rows: Sequence[Row], shape: StepShape) -> list[int]:
@@ -399,9 +401,13 @@ class Runner:
 
     @torch.inference_mode()
     def set_draft_rows(self, command: SetDraftRows) -> None:
-        """Copy the rows from pinned memory: this waits for no launch, and captured steps, which read the tensors by
-        address, see the change."""
+        """Copy the rows without waiting for a launch. Captured steps, which read by address, see the change."""
         self.context.drafter.set_rows(to_device(command.rows, self.context.state.device))
+
+    @torch.inference_mode()
+    def set_draft_temperatures(self, command: SetDraftTemperatures) -> None:
+        """Copy temperatures, as ``set_draft_rows`` does."""
+        self.context.state.set_draft_temperatures(command.slots, command.temperatures)
 
     @torch.inference_mode()
     def set_continuations(self, command: SetContinuations) -> None:

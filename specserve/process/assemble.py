@@ -55,6 +55,7 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import (
     AnswersObserver,
     ContinuationObserver,
+    DraftTemperatureObserver,
     DynamicMapObserver,
     Observer,
 )
@@ -186,6 +187,8 @@ def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
     drafter, observers = runner.context.drafter, list[Observer]()
     if drafter.dynamic_map is not None:
         observers.append(DynamicMapObserver(drafter.dynamic_map, runner))
+    if config.draft is not None and config.draft.method.needs_draft and not config.all_greedy:
+        observers.append(DraftTemperatureObserver(runner))
     longest = drafter.continuation
     if longest and config.draft is not None and config.draft.datastore is not None:
         store = Datastore(config.draft.datastore, config.model.vocab_size)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Protocol
 
-from specserve.engine.commands import SetContinuations, SetDraftRows
+from specserve.engine.commands import SetContinuations, SetDraftRows, SetDraftTemperatures
 from specserve.engine.runner import Runner
 from specserve.scheduler.request import Request
 from specserve.speculation.dynamic_map import DynamicMap
@@ -16,6 +18,10 @@ from specserve.speculation.state import Continuation
 
 MOST_ADDED = 512  # most tokens indexed after a launch, plus twice as many as the launch gave
 MOST_WAIT = 3  # most launches skipped for a text that keeps diverging from its continuations
+SHARES = (1.0, 2 / 3, 2 / 5)  # of a request's temperature, at which its drafts may be guessed
+TRIAL = 16  # steps at one share
+KEPT = 0.995  # share of the evidence that a further trial leaves
+DEVIATION = 4.0  # of a step's accepted drafts, more than of one text's because texts differ
 
 
 class Observer(Protocol):
@@ -62,6 +68,84 @@ class DynamicMapObserver:
 
     def flushed(self) -> None:
         """Do nothing: the map counts tokens and keeps no text."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """What is known of guessing at a share of the request's temperature: the mean of accepted drafts a step, and its
+    weight in steps."""
+
+    value: float
+    weight: float = 0.0
+    mean: float = 0.0
+
+    def observe(self, accepted: int, steps: int) -> None:
+        self.weight = KEPT * self.weight + steps
+        self.mean += (accepted - steps * self.mean) / self.weight
+
+    def draw(self, generator: random.Random) -> float:
+        """Return a mean that fits the evidence."""
+        return self.mean + DEVIATION * generator.gauss() / sqrt(self.weight + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Steps and accepted drafts of a request when it began to be guessed at a share of its temperature."""
+
+    share: _Share
+    steps: int
+    accepted: int
+
+
+class DraftTemperatureObserver:
+    """Learns at which share of a request's temperature its drafts are best guessed. Where the target is surer of its
+    tokens than the draft is, a draft at the full temperature strays more often than the target does; where both are
+    equally sure, the full temperature is right.
+
+    Thompson sampling (1933): each request is guessed for ``TRIAL`` steps at the share that is best under draws from
+    what is known of all, and so the best is used most, and the others as often as they may be better.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._shares = [_Share(value) for value in SHARES]
+        self._trials: dict[int, _Trial] = {}  # by slot
+        self._due: dict[int, float] = {}  # temperatures by slot
+        self._random = random.Random(0)
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def emitted(self, request: Request, tokens: Sequence[int]) -> None:
+        if request.slot < 0 or request.params.greedy or not request.params.speculation.enabled:
+            return
+        usage, trial, present = request.usage, self._trials.get(request.slot), self._shares[0]
+        if trial is not None:
+            if usage.steps - trial.steps < TRIAL:
+                return
+            present = self._learn(trial, request)
+        share = max(self._shares, key=lambda each: each.draw(self._random))
+        self._trials[request.slot] = _Trial(share, usage.steps, usage.accepted)
+        if share is not present:
+            self._due[request.slot] = share.value * request.params.temperature
+
+    def left(self, request: Request) -> None:
+        self._due.pop(request.slot, None)
+        if (trial := self._trials.pop(request.slot, None)) is not None:
+            self._learn(trial, request)
+
+    def collected(self, stepped: bool) -> None:
+        due, self._due = self._due, {}
+        if due:
+            self._runner.set_draft_temperatures(SetDraftTemperatures([*due], [*due.values()]))
+
+    def flushed(self) -> None:
+        """Do nothing: it keeps no text."""
+
+    def _learn(self, trial: _Trial, request: Request) -> _Share:
+        if steps := request.usage.steps - trial.steps:
+            trial.share.observe(request.usage.accepted - trial.accepted, steps)
+        return trial.share
 
 
 @dataclass(slots=True)

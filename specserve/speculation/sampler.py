@@ -2,7 +2,7 @@
 
 The token at absolute position p of a request is ``argmax(l' + t * g(seed, choice, p, token))``: l' the logits after
 penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting applies the same rule to the draft's logits,
-with the noise of the corresponding target ids.
+with the noise of the corresponding target ids and a temperature of its own.
 
 Shapes: B slots of a batch, N rows (nodes or ends of prompts), V vocabulary of the logits (the draft's when a map is
 given), A path tokens, C candidates a row, D positions ahead, W words of 32 tokens each.
@@ -10,7 +10,7 @@ given), A path tokens, C candidates a row, D positions ahead, W words of 32 toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -62,7 +62,7 @@ class Sampling(Protocol):
         self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
     ) -> tuple[Tensor, Tensor]:
         """Return each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
-        scores that the target's choice will use."""
+        scores, those that the target's choice will use but for the temperature."""
         ...
 
 
@@ -96,7 +96,7 @@ class TritonSampling:
             choices.rows_N,
             choices.position_N,
             choices.path_NA,
-            self.table,
+            _of_drafts(self.table),
             count,
             ids_V,
             inverse_V,
@@ -130,7 +130,7 @@ class TorchSampling:
         self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
     ) -> tuple[Tensor, Tensor]:
         noise_NV = self._noise(choices, vocab)
-        scores_NV = score(logits_NV, choices, noise_NV, self.table, self.needs, vocab)
+        scores_NV = score(logits_NV, choices, noise_NV, _of_drafts(self.table), self.needs, vocab)
         top = scores_NV.log_softmax(-1).topk(count, dim=-1)
         return top.indices if vocab is None else vocab.ids[top.indices], top.values
 
@@ -144,6 +144,10 @@ class TorchSampling:
         slot_N = slot_N.clamp(max=slots - 1)
         noise_NV = self.noise_BDV[slot_N, choices.position_N - self.length_B[slot_N]]
         return noise_NV if vocab is None else noise_NV[:, vocab.ids]
+
+
+def _of_drafts(table: SamplingState) -> SamplingState:
+    return replace(table, temperature=table.draft_temperature)
 
 
 def score(

@@ -23,6 +23,7 @@ class SamplingState:
     """Each request's sampling parameters and token counts. Floats are in the sampler's dtype."""
 
     temperature: Tensor  # [R]
+    draft_temperature: Tensor  # [R], at which drafts are guessed
     top_k: Tensor  # [R] int64, 0: off
     top_p: Tensor  # [R]
     min_p: Tensor  # [R]
@@ -125,9 +126,9 @@ class DecodeState:
             return torch.zeros(count, aligned, dtype=column_dtype, device=device)[:, :rows]
 
         self._integers_CR = columns(8, torch.int64)
-        self._floats_CR = columns(6, sampler_dtype)
+        self._floats_CR = columns(7, sampler_dtype)
         root, length, limit, draft_cap_, top_k, seed, choice, bias_count = self._integers_CR
-        temperature, top_p, min_p, repetition, frequency, presence = self._floats_CR
+        temperature, draft_temperature, top_p, min_p, repetition, frequency, presence = self._floats_CR
         self.slots = SlotTables(
             root=root,
             length=length,
@@ -139,6 +140,7 @@ class DecodeState:
         )
         self.sampling = SamplingState(
             temperature=temperature,
+            draft_temperature=draft_temperature,
             top_k=top_k,
             top_p=top_p.fill_(1),
             min_p=min_p,
@@ -231,6 +233,11 @@ class DecodeState:
         """Write part of a slot's page table, from entry ``start`` on."""
         self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
 
+    def set_draft_temperatures(self, slots: Sequence[int], temperatures: Sequence[float]) -> None:
+        """Guess the drafts of some slots at other temperatures from the next step on."""
+        column_R = self.sampling.draft_temperature
+        column_R.index_copy_(0, self._integers(slots), to_device(temperatures, self.device, column_R.dtype))
+
     def set_predictions(self, due: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Write forced text as the predicted text of some slots. It goes before any draft, like a prediction that was
         always right."""
@@ -269,8 +276,10 @@ def _integers_of(row: RowInit, bias: _Bias) -> tuple[int, ...]:
 
 def _floats_of(params: SamplingParams) -> tuple[float, ...]:
     """Return a row's floats in the order of their table."""
+    temperature = 0.0 if params.greedy else params.temperature
     return (
-        0.0 if params.greedy else params.temperature,
+        temperature,
+        temperature,
         params.top_p,
         params.min_p,
         params.repetition_penalty,

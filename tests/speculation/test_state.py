@@ -80,6 +80,7 @@ def test_each_row_is_what_was_asked_for() -> None:
     assert slots.draft_cap[taken].tolist() == [2**62] * 4 + [0]
     assert slots.feature[taken].tolist() == [[0, 0, 0], [0, 0, 0], [30, 31, 32], [39, 40, 41], [0, 0, 0]]
     assert sampling.temperature[taken].tolist() == [0, torch.tensor(0.7).item(), 1, 1, 0]
+    assert torch.equal(sampling.draft_temperature[taken], sampling.temperature[taken])
     assert sampling.top_k[taken].tolist() == [0, 5, 0, 0, 0]
     assert sampling.top_p[taken].tolist() == [1, 0.25, 1, 1, 1]
     assert sampling.min_p[taken].tolist() == [0, 0.125, 0, 0, 0]
