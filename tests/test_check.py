@@ -380,17 +380,11 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--speculative-algorithm" in printed
 
 
-@pytest.mark.parametrize(
-    ("page", "algorithm", "first"),
-    [("quickstart.md", "EAGLE", "memory"), ("speculation.md", "EAGLE3", r"  [\d.]+ tokens a step over")],
-)
-def test_the_output_that_pages_show(
-    page: str, algorithm: str, first: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (Path(__file__).parent.parent / "docs" / page).read_text()
-    shown = re.search(rf"^{first}.*?(?=\n```)", text, re.M | re.S)
+def test_the_output_that_a_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "speculation.md").read_text()
+    shown = re.search(r"^  [\d.]+ tokens a step over.*?(?=\n```)", text, re.M | re.S)
     assert shown is not None
-    assert main(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", algorithm]) == 0
+    assert main(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", "EAGLE3"]) == 0
     assert shown[0] in capsys.readouterr().out
 
 

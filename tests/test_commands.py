@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
@@ -47,7 +48,9 @@ def test_commands_can_be_replayed_by_another_process(shape: Any, agreeing: Check
 
         return patch.object(Runner, name, call)
 
-    with recorded("admit"), recorded("set_pages"), recorded("prefill"), recorded("step"):
+    with ExitStack() as stack:
+        for name in ("admit", "set_pages", "set_draft_temperatures", "prefill", "step"):
+            stack.enter_context(recorded(name))
         answer_all(first, WORK)
     assert first.stats().preemptions > 0
     decoder = msgspec.msgpack.Decoder(Command)

@@ -59,12 +59,12 @@ def once(names: tuple[str, ...]) -> str | None:
 
 
 def acceptance(text: str) -> str | None:
-    words = "must be a number above 1, or numbers from 0 to 1 separated by commas"
+    words = "must be one number from 1 on, or numbers from 0 to 1 separated by commas"
     try:
         given = [float(each) for each in text.split(",")]
     except ValueError:
         return f"{words}, found {text!r}"
-    good = all(0 <= each <= 1 for each in given) or (len(given) == 1 and 1 < given[0] <= MAX_NODES)
+    good = all(0 <= each <= 1 for each in given) or (len(given) == 1 and 1 <= given[0] <= MAX_NODES)
     return None if good else f"{words}, found {text!r}"
 
 

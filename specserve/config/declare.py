@@ -52,6 +52,7 @@ class Setting:
     check: Check | None = None
     secret: bool = False
     has_none: bool = False  # None is a value, not the lack of one
+    takes_numbers: bool = False  # as the text that they are written as
 
     @property
     def flag(self) -> str:
@@ -136,6 +137,8 @@ def _convert(declared: Setting, raw: Any, label: str) -> Value:
         except (ValueError, KeyError):
             raise ValueError(f"{label}: must be {_words(declared)}, found {text!r}") from None
         return {choice.lower(): choice for choice in declared.choices}.get(text.lower(), value)
+    if declared.takes_numbers and type(raw) in (int, float):
+        return str(raw)
     if declared.kind is tuple and isinstance(raw, list):
         return tuple(raw)
     if declared.kind is float and type(raw) is int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,10 @@ class EngineConfig:
             shape=shape_of(settings),
             adaptive=bool(settings.speculative_adaptive),
         )
+
+    @property
+    def most_slowdown(self) -> float:
+        return inf if self.speculative_max_slowdown is None else self.speculative_max_slowdown
 
     @property
     def drafts(self) -> Drafts:

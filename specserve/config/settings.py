@@ -332,11 +332,12 @@ class Settings:
     speculative_synthetic_acceptance: str | None = speculation(
         None,
         "For benchmarks alone: draw whether a draft is accepted instead of comparing it with what the model chose, so "
-        "that the text is wrong. A number above 1: mean tokens a step, with a fixed shape. Numbers from 0 to 1, "
-        "separated by commas: the probability of each level's first guess after the one above it; deeper levels have "
-        "the last one's.",
-        aliases=("synthetic_acceptance_length", "synthetic_acceptance_rates", "synthetic_acceptance_rate"),
+        "that the text is wrong. A number from 1 on: mean tokens a step, with a fixed chain. Numbers from 0 to 1, "
+        "separated by commas, or one below 1: the probability of each level's first guess after the one above it; "
+        "deeper levels have the last one's.",
+        aliases=("synthetic_acceptance_length",),
         check=checks.acceptance,
+        takes_numbers=True,
     )
     speculative_token_map: str | None = speculation(
         None,

@@ -70,7 +70,7 @@ def resolve_slowdown(settings: Settings, _: ModelConfig, notes: Notes) -> Settin
 
 def resolve_synthetic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     """Warn that texts will be wrong. Raises ValueError for a mean that the shape can't reach."""
-    if settings.speculative_synthetic_acceptance is not None and acceptance_rates(settings):
+    if acceptance_rates(settings):
         notes[
             f"speculative_synthetic_acceptance = {settings.speculative_synthetic_acceptance}: drafts are accepted by "
             "chance, so the texts are not the model's"
@@ -84,13 +84,14 @@ def acceptance_rates(settings: Settings) -> tuple[float, ...]:
     if settings.speculative_synthetic_acceptance is None:
         return ()
     rates = tuple(float(each) for each in settings.speculative_synthetic_acceptance.split(","))
-    if rates[0] <= 1:
+    if len(rates) > 1 or rates[0] < 1:
         return rates
     flag, levels = _flag("speculative_synthetic_acceptance"), settings.speculative_num_steps
-    if levels is None:
+    copies = settings.method is not None and settings.method.copies == "some"
+    if levels is None or settings.speculative_eagle_topk != 1 or copies:
         raise ValueError(
-            f"{flag}: a mean of {rates[0]:g} tokens a step needs {', '.join(map(_flag, SHAPE))}; without them give the "
-            "probability of each level, separated by commas"
+            f"{flag}: a mean of {rates[0]:g} tokens a step needs {', '.join(map(_flag, SHAPE))} of a chain (topk 1) of "
+            "one method's drafts; without them give the probability of each level, separated by commas"
         )
     if rates[0] > levels + 1:
         raise ValueError(

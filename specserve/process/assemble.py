@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import torch
@@ -187,7 +186,8 @@ def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
     drafter, observers = runner.context.drafter, list[Observer]()
     if drafter.dynamic_map is not None:
         observers.append(DynamicMapObserver(drafter.dynamic_map, runner))
-    if config.draft is not None and config.draft.method.needs_draft and not config.all_greedy:
+    guesses = config.draft is not None and config.draft.method.needs_draft and not config.draft.synthetic
+    if guesses and not config.all_greedy:
         observers.append(DraftTemperatureObserver(runner))
     longest = drafter.continuation
     if longest and config.draft is not None and config.draft.datastore is not None:
@@ -228,9 +228,8 @@ def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
 def shape_plan(config: EngineConfig) -> ShapePlan:
     """Return the shapes that steps may have. Those within the batch buckets are captured."""
     padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
-    slowdown = inf if config.speculative_max_slowdown is None else config.speculative_max_slowdown
     slots = config.max_running_requests
-    return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, slowdown)
+    return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, config.most_slowdown)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:

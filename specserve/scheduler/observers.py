@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -20,8 +20,8 @@ MOST_ADDED = 512  # most tokens indexed after a launch, plus twice as many as th
 MOST_WAIT = 3  # most launches skipped for a text that keeps diverging from its continuations
 SHARES = (1.0, 2 / 3, 2 / 5)  # of a request's temperature, at which its drafts may be guessed
 TRIAL = 16  # steps at one share
-KEPT = 0.995  # share of the evidence that a further trial leaves
-DEVIATION = 4.0  # of a step's accepted drafts, more than of one text's because texts differ
+KEPT = 0.998  # share of the evidence that a further trial leaves
+DEVIATION = 2.0  # of a step's accepted drafts, among requests of which about as much is accepted
 
 
 class Observer(Protocol):
@@ -80,7 +80,7 @@ class _Share:
     mean: float = 0.0
 
     def observe(self, accepted: int, steps: int) -> None:
-        self.weight = KEPT * self.weight + steps
+        self.weight += steps
         self.mean += (accepted - steps * self.mean) / self.weight
 
     def draw(self, generator: random.Random) -> float:
@@ -88,13 +88,15 @@ class _Share:
         return self.mean + DEVIATION * generator.gauss() / sqrt(self.weight + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Trial:
-    """Steps and accepted drafts of a request when it began to be guessed at a share of its temperature."""
+    """Of a request, the shares that one is tried of, and its steps and accepted drafts when its guesses began to be at
+    that share's temperature."""
 
+    shares: list[_Share]
     share: _Share
     steps: int
-    accepted: int
+    accepted: int = 0
 
 
 class DraftTemperatureObserver:
@@ -103,12 +105,13 @@ class DraftTemperatureObserver:
     equally sure, the full temperature is right.
 
     Thompson sampling (1933): each request is guessed for ``TRIAL`` steps at the share that is best under draws from
-    what is known of all, and so the best is used most, and the others as often as they may be better.
+    what is known of requests of which about as much was accepted so far, and so the best is used most, and the others
+    as often as they may be better.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._shares = [_Share(value) for value in SHARES]
+        self._shares = defaultdict[int | None, list[_Share]](lambda: [_Share(value) for value in SHARES])
         self._trials: dict[int, _Trial] = {}  # by slot
         self._due: dict[int, float] = {}  # temperatures by slot
         self._random = random.Random(0)
@@ -117,22 +120,32 @@ class DraftTemperatureObserver:
         pass
 
     def emitted(self, request: Request, tokens: Sequence[int]) -> None:
-        if request.slot < 0 or request.params.greedy or not request.params.speculation.enabled:
+        if request.slot < 0 or request.params.greedy or not request.effect.cap or request.effect.predicted:
             return
-        usage, trial, present = request.usage, self._trials.get(request.slot), self._shares[0]
+        usage, trial, present = request.usage, self._trials.get(request.slot), SHARES[0]
         if trial is not None:
+            if usage.steps <= trial.steps:  # launched before
+                trial.accepted = usage.accepted
             if usage.steps - trial.steps < TRIAL:
                 return
-            present = self._learn(trial, request)
-        share = max(self._shares, key=lambda each: each.draw(self._random))
-        self._trials[request.slot] = _Trial(share, usage.steps, usage.accepted)
-        if share is not present:
+            self._learn(trial, request)
+            present = trial.share.value
+        shares = self._shares[usage.accepted // usage.steps if usage.steps else None]
+        share = max(shares, key=lambda each: each.draw(self._random))
+        self._trials[request.slot] = _Trial(shares, share, usage.steps + request.pending, usage.accepted)
+        if share.value != present:
             self._due[request.slot] = share.value * request.params.temperature
 
     def left(self, request: Request) -> None:
         self._due.pop(request.slot, None)
         if (trial := self._trials.pop(request.slot, None)) is not None:
             self._learn(trial, request)
+
+    def _learn(self, trial: _Trial, request: Request) -> None:
+        if (steps := request.usage.steps - trial.steps) > 0:
+            for each in trial.shares:
+                each.weight *= KEPT
+            trial.share.observe(request.usage.accepted - trial.accepted, steps)
 
     def collected(self, stepped: bool) -> None:
         due, self._due = self._due, {}
@@ -141,11 +154,6 @@ class DraftTemperatureObserver:
 
     def flushed(self) -> None:
         """Do nothing: it keeps no text."""
-
-    def _learn(self, trial: _Trial, request: Request) -> _Share:
-        if steps := request.usage.steps - trial.steps:
-            trial.share.observe(request.usage.accepted - trial.accepted, steps)
-        return trial.share
 
 
 @dataclass(slots=True)

@@ -86,9 +86,12 @@ class Request:
         return len(self.prompt) + len(self.output) + self.pending < self.limit
 
     @property
-    def may_have_ended(self) -> bool:
-        """Whether what is in flight may bring it to its limit."""
-        return len(self.prompt) + len(self.output) + self.inflight >= self.limit
+    def has_likely_ended(self) -> bool:
+        """Whether what is in flight brings it to its limit if steps give as many tokens as they did, at first as many
+        as they may."""
+        usage, most = self.usage, self.computed + 1 + self.inflight
+        usual = (usage.accepted + usage.steps) / usage.steps if usage.steps else most
+        return min(most, self.computed + 1 + usual * self.pending) >= self.limit
 
     @property
     def room(self) -> int:

@@ -235,12 +235,13 @@ class Scheduler:
         return self.runner.prefill(Prefill(chunk.rows))
 
     def _launch_step(self) -> int:
-        """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
-        launches."""
+        """Launch a step of all requests that have their prompts and may need more tokens. Return how many launches."""
         ready, after = self._ready(), None
-        forced = self.limits.drafts and self._constraints.force(ready)
+        if not ready:
+            return 0
+        forced = self._inflight and self.limits.drafts and self._constraints.force(ready)
         # Forced text depends on all earlier tokens, and whoever comes next would wait for a step that serves nobody.
-        if ready and self._inflight and (forced or all(r.may_have_ended for r in ready)):
+        if self._inflight and (forced or all(r.has_likely_ended for r in ready)):
             after = self._inflight[-1].launch
             self._drain()
             ready = self._ready()

@@ -51,8 +51,8 @@ def _uniform(seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
     """Return numbers from 0 to 1: SplitMix64 (Steele et al. 2014) of the three, whose products wrap."""
     mixed = ((seed * _signed(_INCREMENT) + choice) * _signed(_INCREMENT) + position) * _signed(_INCREMENT)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
-    return ((mixed ^ (mixed >> 31)) & (2**53 - 1)).double() / 2**53
+        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)) * _signed(factor)
+    return ((mixed ^ (mixed >> 31 & 2**33 - 1)) & (2**53 - 1)).double() / 2**53
 
 
 def _signed(word: int) -> int:

@@ -12,13 +12,16 @@ from specserve.core import SamplingParams, Speculation
 from specserve.scheduler import observers
 from specserve.scheduler.observers import SHARES, TRIAL, DraftTemperatureObserver
 from specserve.scheduler.request import Request
+from specserve.speculation.control.acceptance import RequestEffect
+from specserve.speculation.state import draft_cap
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
 
 
 def request(slot: int, params: SamplingParams) -> Request:
-    made = Mock(spec=Request, slot=slot, params=params)
-    made.usage = Mock(steps=0, accepted=0)
-    return made
+    effect = RequestEffect.of(draft_cap(params), params)
+    return Mock(
+        spec=Request, slot=slot, params=params, pending=0, effect=effect, usage=Mock(steps=0, accepted=0)
+    )
 
 
 @pytest.mark.parametrize("best", range(len(SHARES)))

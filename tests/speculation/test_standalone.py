@@ -18,6 +18,7 @@ from specserve.engine.shapes import candidate_shapes
 from specserve.methods import Drafts
 from specserve.models.draft.vocabulary import shared_tokens
 from specserve.process.assemble import resolve_engine
+from specserve.scheduler import observers
 from specserve.speculation.shape import StepShape
 from tests.engines import (
     Checkpoints,
@@ -85,9 +86,12 @@ def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agr
     assert (row.preemptions > 0) == (configuration["pool"] == "small")
 
 
-def test_the_target_itself_is_always_right(random_models: Checkpoints) -> None:
-    """In any batch, after any number of accepted tokens, in chunks and from a cached prompt: every guess is right as
-    long as the draft's cache is."""
+def test_the_target_itself_is_always_right(
+    random_models: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any batch, after any number of accepted tokens, in chunks and from a cached prompt: every guess at the same
+    temperature is right as long as the draft's cache is."""
+    monkeypatch.setattr(observers, "SHARES", (1.0,))
     scheduler = scheduler_of(
         METHOD, random_models.target, random_models.target, (4, 1, 5), page_size=4, chunked_prefill_size=8
     )

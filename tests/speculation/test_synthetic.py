@@ -44,7 +44,7 @@ def test_without_acceptance_it_is_plain_decoding(
 
 
 def test_each_draft_is_accepted(random_models: Checkpoints) -> None:
-    scheduler = drawn(random_models, "1")
+    scheduler = drawn(random_models, "1,1")
     found = answer_one(scheduler, PROMPTS[0], params(1, 41))
     assert found.runs == [1, *[4] * 10]
     compared = answer_one(drawn(random_models, None), PROMPTS[0], params(1, 41))
@@ -52,7 +52,8 @@ def test_each_draft_is_accepted(random_models: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "mean"), [("2.5", 2.5), ("0.9,0.5,0", 1 + 0.9 + 0.45), ("0.7", 1 + 0.7 + 0.49 + 0.343)]
+    ("rates", "mean"),
+    [("1", 1), ("2.5", 2.5), ("0.9,0.5,0", 1 + 0.9 + 0.45), ("0.7", 1 + 0.7 + 0.49 + 0.343)],
 )
 def test_the_mean_is_the_one_asked_for(random_models: Checkpoints, rates: str, mean: float) -> None:
     work = [(PROMPTS[i % 3], params(i, 120)) for i in range(8)]
@@ -69,7 +70,7 @@ def test_a_requests_draws_are_its_own(random_models: Checkpoints) -> None:
 
 
 def test_a_tree_is_walked_along_its_first_choices(random_models: Checkpoints) -> None:
-    found = answer_all(drawn(random_models, "1", TREE), [(PROMPTS[0], params(0))])
+    found = answer_all(drawn(random_models, "1,1", TREE), [(PROMPTS[0], params(0))])
     assert tokens_per_step(found) > 3
 
 
@@ -101,7 +102,7 @@ def test_a_mean_needs_a_shape_that_reaches_it(
     with pytest.raises(ValueError, match=r"at most 2 tokens, found 2\.5"):
         resolve(settings(random_models, speculative_synthetic_acceptance="2.5", **shape), model)
     for wrong in ("1.5,0.5", "x", "-1", "nan"):
-        with pytest.raises(ValueError, match="must be a number above 1, or numbers from 0 to 1"):
+        with pytest.raises(ValueError, match="must be one number from 1 on, or numbers from 0 to 1"):
             settings(random_models, speculative_synthetic_acceptance=wrong)
     found, notes = resolve(settings(random_models, speculative_synthetic_acceptance="1.6", **shape), model)
     assert acceptance_rates(found) == pytest.approx([0.6])

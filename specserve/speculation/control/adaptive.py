@@ -104,7 +104,8 @@ class Controller:
         """Return the shape of the next step."""
         self._step += 1
         kind, held = (len(batch.effects), batch.masked), self._held
-        if held is not None and (held.slots, held.masked) == kind and self._step < held.until:
+        same = held is not None and (held.slots, held.masked) == kind and not batch.begun
+        if held is not None and same and self._step < held.until:
             return held.shape
         shape, until = self._decide(batch)
         self._held = _Held(shape, *kind, until)
@@ -125,12 +126,12 @@ class Controller:
         )
         expected_SR = np.array([expects(shape) for shape in shapes])
         seconds = np.array([self.cost.seconds(shape, batch.kv_tokens, batch.masked) for shape in shapes])
-        bearable = self._bearable(expected_SR, seconds, spent, plain)
+        bearable, probes = (self._bearable(steps, expected_SR, seconds, spent, plain) for steps in (HOLD, 1))
         tokens = expected_SR.sum(1)
         seconds = np.array([self._with_prompts(*each) for each in zip(seconds, tokens, strict=True)])
-        rates = np.where(bearable, tokens / seconds, 0)
-        best = self._steady(shapes, rates)
-        chosen = self._probe(shapes, rates, seconds, best, batch)
+        rates = tokens / seconds
+        best = self._steady(shapes, np.where(bearable, rates, 0))
+        chosen = self._probe(shapes, rates, seconds, best, batch, probes)
         hold = min(HOLD, 1 + self._step // 16)  # the first steps teach the most
         until = self._step + (hold if chosen is None else 1)
         if chosen is None:
@@ -140,12 +141,12 @@ class Controller:
         return shapes[chosen], until
 
     def _bearable(
-        self, expected_SR: Floats, seconds_S: Floats, spent_R: Floats, plain_R: Floats
+        self, steps: int, expected_SR: Floats, seconds_S: Floats, spent_R: Floats, plain_R: Floats
     ) -> NDArray[np.bool_]:
         """Return which shapes, plain decoding first, keep every request within ``most_slowdown``, over its recent steps
-        and the next ones."""
-        will_SR = spent_R + HOLD * seconds_S[:, None]
-        slowdown_SR = will_SR / (plain_R + HOLD * seconds_S[0] * expected_SR)
+        and so many more."""
+        will_SR = spent_R + steps * seconds_S[:, None]
+        slowdown_SR = will_SR / (plain_R + steps * seconds_S[0] * expected_SR)
         bearable_S = (slowdown_SR <= self.most_slowdown).all(1)
         bearable_S[0] = True
         return np.asarray(bearable_S)
@@ -166,16 +167,22 @@ class Controller:
         return best
 
     def _probe(
-        self, shapes: Sequence[StepShape], rates: Floats, seconds: Floats, best: int, batch: Batch
+        self,
+        shapes: Sequence[StepShape],
+        rates: Floats,
+        seconds: Floats,
+        best: int,
+        batch: Batch,
+        bearable_S: NDArray[np.bool_],
     ) -> int | None:
-        """Return a shape whose kind has not run for long, if the allowance covers its expected loss."""
+        """Return a bearable shape whose kind has not run for long, if the allowance covers its expected loss."""
         steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
         self._charged = self._step
         self.allowance += steps * seconds[best]
         losses = seconds * (1 - rates / rates[best])
         for index in np.argsort(-rates):
             stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
-            if stale and rates[index] and losses[index] <= self.allowance:
+            if stale and bearable_S[index] and losses[index] <= self.allowance:
                 batch.probed_at = float(rates[best])
                 return int(index)
         return None
@@ -195,7 +202,7 @@ class Controller:
         context = batch.kv_tokens, batch.masked
         believed = min(seconds, OUTLIER * self.cost.seconds(shape, *context))
         if self.most_slowdown < inf:
-            plain = self.cost.seconds(self.plain(len(batch.effects)), *context)
+            plain = self.cost.seconds(StepShape.plain(shape.slots), *context)
             for effect, emitted in zip(batch.effects, outcome.emitted, strict=True):
                 effect.pay(believed, plain * emitted)
         if batch.probed_at is not None:

@@ -79,7 +79,9 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
     """Fill the report as far as possible. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
     with _collected_logs(report.choices):
-        settings, _, config = resolve_engine(_with_shape(given), with_front=True)
+        settings, _, config = resolve_engine(
+            _with_shape(replace(given, speculative_synthetic_acceptance=None)), with_front=True
+        )
         tokenizer = None
         if not settings.skip_tokenizer_init:
             tokenizer = Tokenizer.load(

@@ -93,7 +93,8 @@ class TuneEngine:
 
     def run_controller(self, batch: int, first: int, count: int) -> Run:
         """Like ``run``, but the controller chooses each step's shape. It keeps what it learned in earlier runs."""
-        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.drafts)
+        config = self.config
+        plan = ShapePlan(None, True, batch, self._one_bucket(batch), config.drafts, config.most_slowdown)
         self._capture(plan.candidates(batch), drafted=True)
         if batch not in self._controllers:
             captured = self._graphs_of(drafted=True)
