@@ -284,13 +284,13 @@ def test_masks_that_cost_more_than_drafts_gain(slots: int) -> None:
     assert rate >= 1.2 * free.rate(StepShape.plain(slots))
 
 
-@pytest.mark.parametrize("slots", [4, 16, 64])
+@pytest.mark.parametrize("slots", [4, 64])
 def test_nobody_pays_more_than_the_bound_for_the_drafts_of_others(slots: int) -> None:
     paid, rates, plain = {}, {}, slots / seconds(StepShape.plain(slots))
     for bound in (1.03, 1.1, 9.0):
         control, device = controller(bound), Device([0.9, 0.0] * (slots // 2))
-        device.run(control.choose, control.observe, 300)
-        rates[bound] = device.run(control.choose, control.observe, 600) / plain
+        device.run(control.choose, control.observe, 200)
+        rates[bound] = device.run(control.choose, control.observe, 300) / plain
         paid[bound] = max(effect.spent / effect.plain for effect in device.effects)
     assert paid[1.03] < 1.06  # one choice, of eight steps, may be wrong
     assert paid[1.1] < 1.11
@@ -298,11 +298,10 @@ def test_nobody_pays_more_than_the_bound_for_the_drafts_of_others(slots: int) ->
     assert 1.02 < rates[1.03] < rates[1.1]
 
 
-@pytest.mark.parametrize("accepts", [0.4, 0.7])
-@pytest.mark.parametrize("slots", [1, 16, 64])
+@pytest.mark.parametrize(("accepts", "slots"), [(0.7, 1), (0.4, 16), (0.7, 64)])
 def test_the_bound_costs_nothing_where_all_gain(accepts: float, slots: int) -> None:
     rates = []
     for bound in (1.1, inf):
         control, device = controller(bound), Device([accepts] * slots)
-        rates.append(device.run(control.choose, control.observe, 800))
+        rates.append(device.run(control.choose, control.observe, 400))
     assert rates[0] > 0.98 * rates[1]
