@@ -1,7 +1,5 @@
-"""Every setting of the server, declared once.
-
-The command line, the environment, the YAML file, the reference and /server_info derive from these fields.
-"""
+"""Every setting of the server, declared once: the command line, the environment, the YAML file, the reference and
+/server_info derive from these fields."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
 """Accepted from SGLang's commands and never read, because torch.compile is not used."""
 FP8_KV = "fp8_e4m3"
 ROUNDED = ("fp8", "int8", "int4")  # formats that weights can be quantized to at load
-_BUNDLED = names_where(
-    lambda method: method.bundled is not None and not method.has_one_shape and method.copies == "none"
-)
+_BUNDLED = names_where(lambda m: m.bundled is not None and not m.has_one_shape and m.copies == "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,18 +319,16 @@ class Settings:
     )
     speculative_max_slowdown: float | None = speculation(
         1.1,
-        "Most time that the controller lets the recent steps of any request take, as a ratio to plain decoding's time "
-        "for as many tokens at the same batch size: requests whose drafts miss also wait for the drafts of others. "
-        "none: only all requests together count.",
+        "Most time that any request's recent steps may take, as a ratio to plain decoding's for as many tokens: those "
+        "whose drafts miss also wait for the drafts of others. none: only all requests together count.",
         low=1,
         has_none=True,
     )
     speculative_synthetic_acceptance: str | None = speculation(
         None,
-        "For benchmarks alone: draw whether a draft is accepted instead of comparing it with what the model chose, so "
-        "that the text is wrong. A number from 1 on: mean tokens a step, with a fixed chain. Numbers from 0 to 1, "
-        "separated by commas, or one below 1: the probability of each level's first guess after the one above it; "
-        "deeper levels have the last one's.",
+        "For benchmarks alone: draw whether drafts are accepted, so that the text is wrong. One number from 1 on: mean "
+        "tokens a step, with a fixed chain. Numbers from 0 to 1, separated by commas: the probability of each level's "
+        "first guess after the one above it; deeper levels have the last one's.",
         aliases=("synthetic_acceptance_length",),
         check=checks.acceptance,
         takes_numbers=True,
