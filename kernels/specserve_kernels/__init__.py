@@ -28,7 +28,7 @@ from specserve_kernels.reference.tree import (
 )
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
 from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
-from specserve_kernels.reference.tree.nodes import address, chain_masks, tree_masks
+from specserve_kernels.reference.tree.nodes import address, chain_masks, first_children, tree_masks
 from specserve_kernels.types import (
     MAX_NODES,
     Accepted,
@@ -104,6 +104,7 @@ __all__ = [
     "dequantize_packed",
     "embed_rms_norm",
     "find_continuations",
+    "first_children",
     "follow_continuation",
     "follow_prediction",
     "gate_rounded",

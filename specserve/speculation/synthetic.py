@@ -1,7 +1,7 @@
 """Synthetic acceptance, for benchmarks of drafts that are not at hand: drafts and verification run as usual, and only
 whether a draft is accepted is drawn. The text is then the draft's, not the model's.
 
-Shapes: S draft levels, T packed nodes, R state rows.
+Shapes: S draft levels, T packed nodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from specserve_kernels import Tree
+from specserve_kernels import Tree, first_children
 from torch import Tensor
 
 from specserve.speculation.state import SamplingState
@@ -34,16 +34,12 @@ class SyntheticAcceptance:
         """Return the tree, and the tokens after its nodes, that ``accept_path`` walks down as far as was drawn. A
         request's draws depend on its seed and the position alone. An accepted draft's token is emitted; a rejected
         one's place takes the target's choice, which may be the same token."""
-        index_T = torch.arange(len(chosen_T), device=chosen_T.device)
-        child_T = tree.local_T > 0
-        first_T = index_T.scatter_reduce(
-            0, tree.parent_T, index_T.where(child_T, len(index_T)), "amin", include_self=False
-        )
+        index_T, first_T = torch.arange(len(chosen_T), device=chosen_T.device), first_children(tree)
         level_T = tree.depth_T.clamp(max=len(self.rate_S) - 1)
         uniform_T = _uniform(sampling.seed[tree.rows_T], sampling.choice[tree.rows_T], tree.position_T)
         accepts_T = (first_T > index_T) & (first_T < len(index_T)) & (uniform_T < self.rate_S[level_T])
         forced_T = tree.token_T[first_T.clamp(max=len(index_T) - 1)]
-        walked_T = tree.token_T.where(accepts_T[tree.parent_T] | ~child_T, _NOBODY)
+        walked_T = tree.token_T.where(accepts_T[tree.parent_T] | (tree.local_T == 0), _NOBODY)
         return replace(tree, token_T=walked_T), forced_T.where(accepts_T, chosen_T)
 
 

@@ -104,7 +104,7 @@ def test_a_mean_needs_a_shape_that_reaches_it(
     for wrong in ("1.5,0.5", "x", "-1", "nan"):
         with pytest.raises(ValueError, match="must be one number from 1 on, or numbers from 0 to 1"):
             settings(random_models, speculative_synthetic_acceptance=wrong)
-    found, notes = resolve(settings(random_models, speculative_synthetic_acceptance="1.6", **shape), model)
+    found, notes = resolve(settings(random_models, speculative_synthetic_acceptance=1.6, **shape), model)
     assert acceptance_rates(found) == pytest.approx([0.6])
     with caplog.at_level(logging.WARNING, "specserve"):
         log_notes(logging.getLogger("specserve"), notes)

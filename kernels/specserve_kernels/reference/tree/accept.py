@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.tree.nodes import address
+from specserve_kernels.reference.tree.nodes import address, first_children
 from specserve_kernels.types import Accepted, Slots, Tree
 
 
@@ -49,11 +49,7 @@ def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
 def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many first choices each tree has ``[B, 1]``, and how many of them were accepted."""
     index_T = torch.arange(len(tree.parent_T), device=tree.parent_T.device)
-    child_T = tree.local_T > 0
-    first_T = index_T.scatter_reduce(
-        0, tree.parent_T, index_T.where(child_T, len(index_T)), "amin", include_self=False
-    )
-    is_first_T = (first_T[tree.parent_T] == index_T) | ~child_T
+    is_first_T = (first_children(tree)[tree.parent_T] == index_T) | (tree.local_T == 0)
     followed_B1 = (is_first_T[path_BS[:, 1:]] & live_BS[:, 1:]).long().cumprod(1).sum(1, keepdim=True)
     bits_B = tree.mask_T.new_zeros(len(path_BS) + 1)
     bits_B.scatter_add_(0, tree.slot_T, is_first_T.long() << tree.local_T)

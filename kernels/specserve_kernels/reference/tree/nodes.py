@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.types import Tree
+
 
 def address(pages_NM: Tensor, position_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """Return page and offset of each position. ``pages_NM``: the page-table row of each position's slot."""
@@ -40,3 +42,11 @@ def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int,
         columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, pad_id))
         node_T = parent_T[node_T]
     return torch.stack(columns, dim=1) if columns else token_T[:, None][:, :0]
+
+
+def first_children(tree: Tree) -> Tensor:
+    """Return the index of each node's first choice ``[T]``: its own for a node that is nobody's parent, T for a root
+    without children."""
+    index_T = torch.arange(len(tree.parent_T), device=tree.parent_T.device)
+    child_T = index_T.where(tree.local_T > 0, len(index_T))
+    return index_T.scatter_reduce(0, tree.parent_T, child_T, "amin", include_self=False)
