@@ -298,6 +298,18 @@ def test_nobody_pays_more_than_the_bound_for_the_drafts_of_others(slots: int) ->
     assert 1.02 < rates[1.03] < rates[1.1]
 
 
+def test_who_begins_is_looked_at_at_once() -> None:
+    """A request without drafts takes the place of one that gained from them."""
+    control, device = controller(1.1), Device([0.9] * 16)
+    device.run(control.choose, control.observe, 300)
+    effects, rooms, plain = list(device.effects), [FREE] * 16, seconds(StepShape.plain(16))
+    for _ in range(8):  # of which one decides
+        before = control.choose(Batch(effects, rooms, 0))
+    assert seconds(before) > 1.1 * plain
+    effects[0] = RequestEffect(0)
+    assert seconds(control.choose(Batch(effects, rooms, 0, begun=1))) <= 1.1 * plain
+
+
 @pytest.mark.parametrize(("accepts", "slots"), [(0.7, 1), (0.4, 16), (0.7, 64)])
 def test_the_bound_costs_nothing_where_all_gain(accepts: float, slots: int) -> None:
     rates = []
