@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -46,6 +46,15 @@ LONGEST = (
     "test_toys",
 )
 """Files that run first, so that all processes end at about the same time."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing becomes garbage while tests are imported, but their many objects would be looked through time and again."""
+    gc.disable()
+    found = yield
+    gc.enable()
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,6 +46,12 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """Anthropic's client. Its import takes two seconds, which collecting tests must not."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that holds a tokenizer."""
     path = tmp_path_factory.mktemp("models") / "tiny"

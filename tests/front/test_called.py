@@ -17,7 +17,6 @@ from specserve.config.paths import BUNDLED_DRAFTS
 from tests.front.live import Live, live
 
 pytest.importorskip("llguidance")
-anthropic = pytest.importorskip("anthropic")
 
 SCHEMA = {
     "type": "object",
@@ -254,7 +253,7 @@ def test_allowed_tools(api: openai.OpenAI, mode: str) -> None:
     assert (item.type, getattr(item, "name", "")) == ("function_call", "weather")
 
 
-def test_messages(server: Live) -> None:
+def test_messages(server: Live, anthropic: Any) -> None:
     tools: list[Any] = [
         {"name": each["name"], "input_schema": each.get("parameters", {"type": "object", "maxProperties": 0})}
         for each in FUNCTIONS

@@ -18,8 +18,6 @@ from tests.front.fake_engine import FakeEngine
 from tests.front.live import Live, live
 from tests.front.test_responses import ADD, MANY, QUESTION, TEMPLATE, fail_after, prompt
 
-anthropic = pytest.importorskip("anthropic")
-
 ROUTE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, Any] = {"model": "tiny", "max_tokens": 500, "messages": ASKED}
@@ -33,7 +31,7 @@ Ask = Callable[..., tuple[Any, FakeEngine]]
 
 
 @pytest.fixture
-def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Ask:
+def ask(serve: Serve, anthropic: Any, monkeypatch: pytest.MonkeyPatch) -> Ask:
     """Anthropic's client of a server that answers with a text and has room for a thousand tokens; ``http``: a plain
     one."""
     for module in ("fake_engine", "fakes"):
@@ -320,7 +318,7 @@ def test_refused(ask: Ask, fields: dict[str, Any], words: str) -> None:
     assert not engine.submitted
 
 
-def test_errors_of_every_kind(ask: Ask) -> None:
+def test_errors_of_every_kind(ask: Ask, anthropic: Any) -> None:
     api, _ = ask(api_key="secret", max_body_bytes=2000)
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         api.with_options(api_key="wrong").messages.create(**GOOD)
@@ -353,13 +351,11 @@ def test_an_error_after_the_beginning(ask: Ask, monkeypatch: pytest.MonkeyPatch)
     assert (found.error.type, found.error.message) == ("api_error", "lost")
 
 
-def test_every_field_of_the_client_is_known() -> None:
-    from anthropic.types import message_count_tokens_params, message_create_params
-
+def test_every_field_of_the_client_is_known(anthropic: Any) -> None:
     for params, model in (
-        (message_create_params.MessageCreateParamsBase, MessagesRequest),
-        (message_create_params.MessageCreateParamsStreaming, MessagesRequest),
-        (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
+        (anthropic.types.message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (anthropic.types.message_create_params.MessageCreateParamsStreaming, MessagesRequest),
+        (anthropic.types.message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
     ):
         assert set(params.__annotations__) - {*model.model_fields, *model.refused} == set()
 
@@ -370,7 +366,7 @@ def server() -> Iterator[Live]:
         yield found
 
 
-def test_bundled_model(server: Live) -> None:
+def test_bundled_model(server: Live, anthropic: Any) -> None:
     """The text is the same whole and in a stream, and the count is the prompt's."""
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as api:
         asked: dict[str, Any] = {
