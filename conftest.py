@@ -50,7 +50,7 @@ LONGEST = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing becomes garbage while tests are imported, but their many objects would be looked through time and again."""
+    """Importing tests makes no garbage, only many objects, which would be looked through time and again."""
     gc.disable()
     found = yield
     gc.enable()
