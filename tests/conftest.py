@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from specserve.config.paths import BUNDLED_MODEL
 from tests.engines import Checkpoints
 from tests.reference.arctic_lstm import make_arctic_lstm
 from tests.reference.block import make_block
@@ -76,3 +77,16 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     target = make_llama(path / "target")
     eagle = make_eagle(path / "eagle", target, fc_bias=True, qkv_bias=True)
     return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, draft_vocab=24, rope_theta=500.0))
+
+
+@pytest.fixture(scope="session")
+def small_chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """A random target behind the bundled model's tokenizer and template, at a tenth of its cost, and a draft."""
+    path = tmp_path_factory.mktemp("small_chat")
+    target = make_llama(
+        path / "target", vocab=4096, hidden=64, inner=64, layers=1, eos=1, branch_scale=0.3, seed=2
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).symlink_to(BUNDLED_MODEL / name)
+    eagle = make_eagle(path / "eagle", target, agree=True)
+    return Checkpoints(target, eagle, eagle)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specserve import LLM
 from specserve.config import make_settings
+from specserve.config.paths import BUNDLED_NAME
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.layers import linear
 from specserve.layers.formats import stored
@@ -51,6 +52,12 @@ class Checkpoints:
 
     def draft(self, algorithm: str) -> Path | None:
         return self.drafts.get(algorithm.partition("+")[0])
+
+    @property
+    def flags(self) -> list[str]:
+        """Of a server under the bundled model's name, with the EAGLE draft."""
+        drafts = "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(self.eagle)
+        return ["--model-path", str(self.target), "--served-model-name", BUNDLED_NAME, *drafts]
 
     def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:
         """One that drafts; ``shape`` None: what the controller chooses."""

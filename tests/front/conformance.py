@@ -30,7 +30,7 @@ HOT = {
     "temperature": 1.5,
     "max_tokens": 12,
     "ignore_eos": True,
-    "logit_bias": {str(LIKELY): 16},
+    "logit_bias": {str(LIKELY): 13},
 }  # it comes twice
 
 
@@ -62,8 +62,8 @@ class Case:
 
     @property
     def streams(self) -> bool:
-        """Whether there is a stream of it."""
-        return self.given.get("best_of", 1) == self.given.get("n", 1) or "best_of" not in self.given
+        """Whether there is a stream of it, which has an effect."""
+        return self.check is not same and "best_of" not in self.given
 
     def id(self, route: str) -> str:
         values = "-".join(f"{value}"[:80] for value in self.given.values())
@@ -176,7 +176,9 @@ def penalised_from_the_second(seen: Seen) -> None:
 
 def logprobs_of_chat(seen: Seen) -> None:
     content = seen.answer.choices[0].logprobs.content
-    assert bytes(byte for item in content for byte in item.bytes).decode().startswith(seen.text)
+    assert (
+        bytes(byte for item in content for byte in item.bytes).decode(errors="replace").startswith(seen.text)
+    )
     for item in content:
         assert len(item.top_logprobs) == 3
         values = [top.logprob for top in item.top_logprobs]

@@ -27,8 +27,11 @@ SMALL = "--max-running-requests", "4", "--max-total-tokens", "8192"
 
 @dataclass(frozen=True)
 class Live:
+    """``awake``: cleared, the engine takes requests and runs none."""
+
     url: str
     built: Built
+    awake: threading.Event
     warnings: Sequence[str]
 
     def noted(self, words: str) -> bool:
@@ -43,7 +46,9 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
         built = build_scheduler(load_settings([*SMALL, *argv], environ))
     assert built.settings.tokenizer_path is not None
     served = [built.engine]
-    client = _connect(served)
+    awake = threading.Event()
+    awake.set()
+    client = _connect(served, awake)
     front = Front(built.settings, client)
     client.receive(ready(built))
     front.finish_loading(
@@ -56,7 +61,7 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
         try:
             while not server.started:
                 time.sleep(0.01)
-            yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", built, warnings)
+            yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", built, awake, warnings)
         finally:
             server.should_exit = True
             thread.join()
@@ -76,7 +81,7 @@ def _collected(warnings: list[str]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _connect(served: list[Engine]) -> EngineClient:
+def _connect(served: list[Engine], awake: threading.Event) -> EngineClient:
     def send(message: ToEngine) -> None:
         (engine,) = served
         if isinstance(message, Abort):
@@ -84,15 +89,16 @@ def _connect(served: list[Engine]) -> EngineClient:
         elif isinstance(message, Flush):
             client.receive(Flushed(engine.flush_cache()))
         else:
+            if not engine.has_work:
+                asyncio.get_running_loop().call_soon(tick)
             engine.submit(message)
-            asyncio.get_running_loop().call_soon(tick)
 
     def tick() -> None:
         (engine,) = served
         if engine.has_work:
-            for message in engine.run_once():
+            for message in engine.run_once() if awake.is_set() else ():
                 client.receive(message)
-            asyncio.get_running_loop().call_soon(tick)
+            asyncio.get_running_loop().call_later(0 if awake.is_set() else 0.01, tick)
 
     client = EngineClient(send)
     return client

@@ -1,5 +1,4 @@
-"""Every field of OpenAI's API, by OpenAI's client, against the bundled model with speculation: see
-``conformance.py``."""
+"""Every field of OpenAI's API, by OpenAI's client, against a small model with speculation: see ``conformance.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import asyncio
 import json
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from specserve.server import schema
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
-from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, REFUSALS, Case
+from tests.engines import Checkpoints
+from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, REFUSALS, Case, same
 from tests.front.live import Live, live
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+FLAGS = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 FLAGS += ["--speculative-num-draft-tokens", "3", "--device", "cpu", "--dtype", "float32"]
 FLAGS += ["--max-running-requests", "16"]  # all cases are asked at once
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
@@ -42,8 +42,8 @@ REFUSED = [(route, case) for case in CASES if case.refused for route in case.rou
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(FLAGS, {}) as found:
+def server(small_chat: Checkpoints) -> Iterator[Live]:
+    with live([*FLAGS, *small_chat.flags], {}) as found:
         yield found
 
 
@@ -68,17 +68,9 @@ NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
 }
 
 
-AtOnce = dict[str, tuple[list[str], tuple[int, int, int]]]
-
-
 @pytest.fixture(scope="module")
-def caller(client: openai.OpenAI) -> Caller:
-    return Caller(client)
-
-
-@pytest.fixture(scope="module")
-def at_once(server: Live) -> AtOnce:
-    return asyncio.run(all_at_once(server.url))
+def caller(server: Live, client: openai.OpenAI) -> Caller:
+    return Caller(server, client)
 
 
 def arguments(fields: dict[str, Any]) -> dict[str, Any]:
@@ -96,20 +88,48 @@ def text_of(route: str, choice: Any) -> str:
 
 
 class Caller:
-    """Send requests, each only once, and check answers against their description."""
+    """Send requests, each only once, and check answers against their description. What honoured cases ask for is asked
+    at once, so that requests share batches: whole, and streamed where that may make a difference."""
 
-    def __init__(self, client: openai.OpenAI) -> None:
+    def __init__(self, server: Live, client: openai.OpenAI) -> None:
         self.client = client
         self._answers: dict[str, Any] = {}
+        self.streams: dict[str, tuple[list[str], tuple[int, int, int]]] = {}
+        asyncio.run(self._ask_at_once(server))
 
     def answer(self, route: str, fields: dict[str, Any]) -> Any:
-        key = route + json.dumps(fields)
-        if key not in self._answers:
-            raw = create(self.client, route).with_raw_response.create(**arguments({**BASE[route], **fields}))
-            described = schema.ChatCompletion if route == CHAT else schema.Completion
-            msgspec.json.decode(raw.http_response.content, type=described)
-            self._answers[key] = raw.parse()
-        return self._answers[key]
+        if key(route, fields) not in self._answers:
+            given = arguments({**BASE[route], **fields})
+            self._keep(route, fields, create(self.client, route).with_raw_response.create(**given))
+        return self._answers[key(route, fields)]
+
+    def _keep(self, route: str, fields: Mapping[str, Any], raw: Any) -> None:
+        described = schema.ChatCompletion if route == CHAT else schema.Completion
+        msgspec.json.decode(raw.http_response.content, type=described)
+        self._answers[key(route, fields)] = raw.parse()
+
+    async def _ask_at_once(self, server: Live) -> None:
+        async def whole(route: str, fields: Mapping[str, Any]) -> None:
+            given = arguments({**BASE[route], **fields})
+            self._keep(route, fields, await create(client, route).with_raw_response.create(**given))
+
+        async def stream(route: str, case: Case) -> None:
+            self.streams[case.id(route)] = await streamed(client, route, case.given)
+
+        async with openai.AsyncOpenAI(base_url=self.client.base_url, api_key="x", max_retries=0) as client:
+            given = {key(route, case.given): (route, case.given) for route, case in HONOURED}
+            work = [whole(*each) for each in given.values()]
+            work += [stream(route, case) for route, case in HONOURED if case.streams]
+            server.awake.clear()
+            answers = asyncio.gather(*work)
+            while server.built.engine.stats().waiting < len(work) and not answers.done():
+                await asyncio.sleep(0.02)
+            server.awake.set()
+            await answers
+
+
+def key(route: str, fields: Mapping[str, Any]) -> str:
+    return route + json.dumps(dict(fields))
 
 
 class Asked:
@@ -150,16 +170,12 @@ class Texts:
 
 
 async def streamed(
-    client: openai.AsyncOpenAI, route: str, case: Case
+    client: openai.AsyncOpenAI, route: str, fields: Mapping[str, Any]
 ) -> tuple[list[str], tuple[int, int, int]]:
-    """The texts of a stream, or of the whole answer if there is none, and what is counted."""
-    given = arguments({**BASE[route], **case.given})
-    if not case.streams:
-        answer = await create(client, route).create(**given)
-        return [text_of(route, choice) for choice in answer.choices], tokens(answer)
+    """The texts of a stream, and what is counted."""
     texts, usages = Texts(route), []
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    async for chunk in await create(client, route).create(**{**given, **options}):
+    async for chunk in await create(client, route).create(**arguments({**BASE[route], **fields, **options})):
         texts.add(chunk.choices)
         usages += [] if chunk.usage is None else [tokens(chunk)]
     (usage,) = usages
@@ -171,24 +187,16 @@ def tokens(found: Any) -> tuple[int, int, int]:
     return found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens
 
 
-async def all_at_once(url: str) -> AtOnce:
-    """Every honoured case by the asynchronous client, so that requests share batches."""
-    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as client:
-        work = {case.id(route): streamed(client, route, case) for route, case in HONOURED}
-        assert len(work) == len(HONOURED)
-        return dict(zip(work, await asyncio.gather(*work.values()), strict=True))
-
-
 def ids(cases: list[tuple[str, Case]]) -> list[str]:
     return [case.id(route) for route, case in cases]
 
 
 @pytest.mark.parametrize(("route", "case"), HONOURED, ids=ids(HONOURED))
-def test_honoured(caller: Caller, at_once: AtOnce, route: str, case: Case) -> None:
+def test_honoured(caller: Caller, route: str, case: Case) -> None:
     seen = Asked(caller, route, dict(case.given))
     assert case.check is not None
     case.check(seen)
-    assert at_once[case.id(route)] == (seen.texts, tokens(seen.answer))
+    assert not case.streams or caller.streams[case.id(route)] == (seen.texts, tokens(seen.answer))
 
 
 @pytest.mark.parametrize("route", BOTH)
@@ -214,6 +222,19 @@ def test_streams_are_as_described(caller: Caller, route: str) -> None:
     assert texts.all == seen.texts
     assert usage is not None
     assert usage.completion_tokens == seen.answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_what_changes_nothing_changes_no_stream(caller: Caller, route: str) -> None:
+    """All of it at once."""
+    fields: dict[str, Any] = {}
+    for each, case in HONOURED:
+        if case.check is same and each == route:
+            fields |= case.given
+    texts = Texts(route)
+    for chunk in create(caller.client, route).create(**arguments({**BASE[route], **fields, "stream": True})):
+        texts.add(chunk.choices)
+    assert texts.all == Asked(caller, route, {}).texts
 
 
 @pytest.mark.parametrize("last", [True, False])
