@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -40,13 +41,14 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.reference.linear.packed import Numbers, pack
+from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
 from torch import Tensor
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
 from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
 import specserve.speculation.sampler
@@ -114,6 +116,9 @@ READ_EARLY = {
     "_finish": {"rows", "table"},
 }
 """Arguments that kernels read before they wait: see ``specserve_kernels.ops.pdl``."""
+
+SIZES = {"O", "I", "HEADS", "SLOTS"}
+"""Constants that say how much there is: to Triton's front end the code is the same."""
 
 SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 
@@ -196,12 +201,14 @@ class Compiler:
     def __init__(self, until: Literal["ttir", "llir", "ptx"] = "ttir") -> None:
         self.until = until
         self.found: dict[str, Compiled] = {}
+        self._alike: dict[str, str] = {}  # keys of ``found`` by the same without sizes
         self._run = JITFunction.run
         self._add_stages = CUDABackend.add_stages
         self._begun: set[str] = set()
         self._last = self._ttgir = ""
         self._launches = 0
         self._first: dict[range, int] = {}
+        self._holders: dict[range, range] = {}
         self._kept: list[Tensor] = []
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -216,6 +223,10 @@ class Compiler:
             for arg, param in zip(args, kernel.params, strict=False)
         ]
         key = f"{name} {types} {variant} {Device.capability}"
+        constants = {each: value for each, value in options.items() if each not in SIZES}
+        alike = self._alike.setdefault(f"{name} {types} {constants} {Device.capability}", key)
+        if self.until == "ttir":
+            key = alike
         hasty = self._hasty(kernel, args)
         if key in self.found:
             if hasty:
@@ -247,9 +258,7 @@ class Compiler:
         hasty = None
         for name in READ_EARLY.get(kernel.__name__, ()):
             for place in given.pop(name):
-                first = self._first.setdefault(
-                    self._holder(place) or place, 0
-                )  # what nobody was given is the host's
+                first = self._first.setdefault(self._holder(place), 0)  # what nobody was given is the host's
                 if first == self._launches - 1 > 0:
                     hasty = name
         for place in itertools.chain.from_iterable(given.values()):
@@ -258,9 +267,13 @@ class Compiler:
         self._kept += [arg for arg in args if isinstance(arg, Tensor) and arg.nbytes < SMALL]
         return hasty
 
-    def _holder(self, place: range) -> range | None:
+    def _holder(self, place: range) -> range:
         """The first that was given of those that it touches."""
-        return next((other for other in self._first if touch(place, other)), None)
+        if place not in self._holders:
+            first, end = place.start, place.stop
+            touched = (other for other in self._first if other.start < end and first < other.stop)
+            self._holders[place] = next(touched, place)
+        return self._holders[place]
 
     def add_stages(self, backend: Any, stages: dict[str, Any], options: Any, language: Any) -> None:
         """In the place of the backend's: the stage after the last that is wanted ends the compilation."""
@@ -308,10 +321,6 @@ def places_of(arg: object) -> list[range]:
     return [range(arg.data_ptr(), arg.data_ptr() + (last + 1) * arg.element_size())]
 
 
-def touch(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
 def specialized(arg: object, by_value: bool) -> object:
     """What of a launch's argument Triton's front end distinguishes: not whether it is aligned."""
     if isinstance(arg, tuple):
@@ -347,6 +356,8 @@ def compiled_only() -> Iterator[Compiler]:
     driver.set_active(Device())
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", launch))
+        stack.enter_context(patch.object(JITFunction, "parse", cache(JITFunction.parse)))
+        stack.enter_context(patch.object(FileCacheManager, "put", return_value=""))  # nothing reads the files
         stack.enter_context(patch.object(CUDABackend, "add_stages", add_stages))
         stack.enter_context(patch.object(torch, "empty", torch.zeros))
         stack.enter_context(patch.object(torch, "empty_like", zeros_like))
@@ -397,10 +408,11 @@ def launch_attention(
     nodes: int,
     dtype: torch.dtype = torch.bfloat16,
     scales: KVScales | None = None,
-    frontiers: bool = True,
+    whole: bool = True,
 ) -> None:
-    """Trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and values
-    in FP8."""
+    """Chains, trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and
+    values in FP8. Unless ``whole``, those whose loops no other has: neither from position 1, nor in FP8 all but
+    trees."""
     heads, kv_heads, page = 32, 8, 16
     kept = dtype if scales is None else torch.float8_e4m3fn
     cache = torch.zeros(2, 2, page, kv_heads, size, dtype=kept)
@@ -416,62 +428,81 @@ def launch_attention(
         where = per_node_T, kv_heads, cache, per_node_T, per_node_T
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
     for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
-        attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales)
+        if whole or paths or scales is None:
+            attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales)
     attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales)
-    if scales is None:
+    if scales is None and whole:
         attend_nodes(*shared, length_B, q_start, None, nodes, Workspace(), kv_start=1)
         attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, kv_start=1)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales)
-    if nodes > 1 and frontiers:
+    if nodes > 1 and (whole or scales is None):
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales)
+
+
+@cache
+def weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """One for all launches."""
+    return torch.zeros(outputs, inputs, dtype=dtype)
 
 
 def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Projections of 4096 inputs that are read in other forms than a whole weight of 16 bits."""
     x_TI, ids_R = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
-    indexed_linear(x_TI, torch.zeros(8192, 4096, dtype=dtype), ids_R)
+    indexed_linear(x_TI, weight(8192, 4096, dtype), ids_R)
     if dtype.itemsize == 2:
         for gated in (False, True):
             if tokens <= 16:
-                linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
+                linear_few(x_TI, weight(4096, 4096, dtype), gated)
             if tokens <= 64:
-                swap_ab_linear(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
+                swap_ab_linear(x_TI, weight(4096, 4096, dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
         scale_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
         multiply = integer_linear if rounded == torch.int8 and dtype.itemsize == 2 else quantized_linear
         for gated in (False, True):
-            multiply(x_TI, torch.zeros(4096, 4096, dtype=rounded), scale_OG, bias_O, gated)
+            multiply(x_TI, weight(4096, 4096, rounded), scale_OG, bias_O, gated)
 
 
 def launch_packed(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     """Projections of 4096 inputs by all kinds of stored weights."""
     x_TI = torch.zeros(tokens, 4096, dtype=dtype)
-    values, few_bits = torch.zeros(4096, 4096, dtype=torch.int8), torch.zeros(4096, 4096, dtype=torch.uint8)
+    for packed in packed_weights():
+        if packed.rounding == FP8 or dtype.itemsize == 2:
+            packed_linear(x_TI, packed, None, gated)
+            if 8 <= tokens <= 16:
+                gate_rounded(x_TI, packed, None, PAIRED)
+
+
+@cache
+def packed_weights() -> list[Packed]:
+    """Of 4096 inputs and outputs, all kinds."""
+    values, few_bits = (weight(4096, 4096, kept) for kept in (torch.int8, torch.uint8))
     one, blocks, groups = (torch.zeros(shape) for shape in ((4096, 1), (32, 32), (4096, 32)))
-    for numbers in (
+    numbers = [
         Numbers(values, one),
         Numbers(values.to(FP8), one),
         Numbers(values.to(FP8), blocks, None, 128, 128),
         Numbers(few_bits, groups.half(), None, 128),
         Numbers(few_bits, groups.half(), torch.zeros(4096, 32, dtype=torch.uint8), 128),
-    ):
-        if numbers.values_OI.dtype == FP8 or dtype.itemsize == 2:
-            packed_linear(x_TI, pack(numbers), None, gated)
-            if tokens <= 16:
-                gate_rounded(x_TI, pack(numbers), None, PAIRED)
+    ]
+    return [pack(each) for each in numbers]
+
+
+@cache
+def wide_weights() -> list[Packed]:
+    """Gates as wide as Llama-3.1-8B's, each row of which has one scale."""
+    scale_OG = torch.zeros(28672, 1)
+    return [pack(Numbers(weight(28672, 4096, kept), scale_OG)) for kept in (torch.uint8, torch.int8, FP8)]
 
 
 def launch_wide_packed(tokens: int) -> None:
-    """Gates as wide as Llama-3.1-8B's, each row of which has one scale."""
-    x_TI, scale_OG = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(28672, 1)
-    for kept in (torch.uint8, torch.int8, FP8):
-        weight = pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG))
-        packed_linear(x_TI, weight, None, True)
+    x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+    for packed in wide_weights():
+        packed_linear(x_TI, packed, None, True)
         if tokens == 64:
-            gate_rounded(x_TI, weight, None, weight.rounding)
+            gate_rounded(x_TI, packed, None, packed.rounding)
 
 
 def launch_norms() -> None:
@@ -486,27 +517,26 @@ def launch_norms() -> None:
 
 def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
-    weight_OI, scale_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
+    scale_OG = torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    integer_linear(round_inputs(x_TI, torch.int8), weight_OI, scale_OG, None, True)
-    swap_ab_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
+    integer_linear(round_inputs(x_TI, torch.int8), weight(28672, 4096, torch.int8), scale_OG, None, True)
+    swap_ab_linear(x_TI, weight(28672, 4096), gated=True)
 
 
 def main() -> None:
     checkpoints = Checkpoints(*map(Path, sys.argv[1:]))
     torch.set_num_threads(1)
     gc.disable()  # Triton's front end makes so many objects that looking through them takes a tenth of the time
-    both = [PLAIN, FORETOLD]
     with torch.inference_mode(), compiled_only() as compiler:
         compiler.until = "ptx"
         launch_packed(8, gated=False)
         compiler.until = "llir"
-        launch_attention(128, 20, 16)
+        launch_attention(128, 20, 16, whole=False)
         launch_norms()
         launch_linears(8)
         launch_wide(8)
         launch_wide(128)
-        launch_attention(128, 20, 16, scales=KVScales(), frontiers=False)
+        launch_attention(128, 20, 16, scales=KVScales(), whole=False)
         launch_packed(64, gated=False)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
@@ -516,17 +546,16 @@ def main() -> None:
         launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "SUFFIX", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3+NGRAM", {1: [PLAIN], 4: [PLAIN]})
-        launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 8, 20), both))
+        launch_drafted(checkpoints, "EAGLE3", {1: [PLAIN], 2: [PLAIN, FORETOLD], 20: [PLAIN]})
         for algorithm in ("EAGLE", "EAGLE3"):
-            launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)
+            launch_drafted(checkpoints, algorithm, {1: [PLAIN], 4: [PLAIN]}, integers=True)
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
-        launch_attention(256, 20, 16)
+        launch_attention(256, 20, 16, whole=False)
         launch_attention(64, 20, 16)
-        launch_attention(128, 20, 16, torch.float32)
+        launch_attention(128, 20, 16, torch.float32, whole=False)
         for slots, nodes in ((20, 16), (1, 8)):
             launch_attention(128, slots, nodes, scales=KVScales())
-        launch_attention(64, 20, 16, scales=KVScales())
         for tokens in (32, 64, 200):
             launch_linears(tokens)
         for tokens in (32, 64):

@@ -87,17 +87,17 @@ def test_quantized_weights_fit_smaller_gpus(everywhere: list[Compiled]) -> None:
     assert max(sizes) <= ADA_SHARED
 
 
-@pytest.mark.parametrize("kernel", kernels())
-def test_compiles(kernel: str, compiled: list[Compiled]) -> None:
-    variants = [each for each in compiled if each["kernel"] == kernel]
-    errors = [f"{each['variant']}\n{each['error']}" for each in variants if each["error"]]
+def test_all_compile(compiled: list[Compiled]) -> None:
+    errors = [f"{each['kernel']} {each['variant']}\n{each['error']}" for each in compiled if each["error"]]
     assert not errors, "\n\n".join(errors)
-    sizes = {each["variant"]: each["shared"] for each in variants if each["shared"] is not None}
-    assert sizes, "no launch went as far as the shared memory"
-    assert not [variant for variant, size in sizes.items() if size > H200_SHARED]
-    for variant, size in sizes.items():
-        if size > ADA_SHARED:
-            print(f"{kernel} {variant}: {size} bytes of shared memory")
+    assert {each["kernel"] for each in compiled} == set(kernels()), "all, and nothing unknown"
+    sized = [each for each in compiled if each["shared"] is not None]
+    assert {each["kernel"] for each in sized} == set(kernels()), "of each, a launch gets shared memory"
+    for each in sized:
+        text = f"{each['kernel']} {each['variant']}: {each['shared']} bytes of shared memory"
+        assert each["shared"] <= H200_SHARED, text
+        if each["shared"] > ADA_SHARED:
+            print(text)
 
 
 def test_nothing_is_touched_before_the_wait(compiled: list[Compiled]) -> None:
@@ -122,7 +122,8 @@ def test_attention_adds_keys_in_their_order(compiled: list[Compiled]) -> None:
     """Of what is loaded in 8 bits, too, for which Triton would have each thread take four that lie together."""
     made = [each for each in compiled if each["kernel"].startswith("attention.") and each["neighbours"]]
     assert {tuple(each["neighbours"]) for each in made if "float32" not in each["variant"]} == {(2,)}
-    assert sum("float8_e4m3fn" in each["variant"] for each in made) > 4
+    rounded = {each["kernel"] for each in made if "float8_e4m3fn" in each["variant"]}
+    assert rounded == {"attention.prefill._prefill_kernel", "attention.attention._attend_kernel"}
 
 
 def test_products_end_before_their_registers_are_overwritten(compiled: list[Compiled]) -> None:
@@ -189,7 +190,3 @@ def test_code_that_reads_too_early_is_found() -> None:
     assert waits_first(f"{wait}\n{load}\n{copies[1]}\n{wait}\n{copies[0]}", 2)
     assert not waits_first(f"{wait}\n{load}\n{copies[1]}\n{copies[0]}\n{wait}", 2), "inputs come too early"
     assert not waits_first(f"{copies[1]}\n{wait}\n{copies[0]}\n{load}", 2), "a group does not wait"
-
-
-def test_launches_nothing_unknown(compiled: list[Compiled]) -> None:
-    assert {each["kernel"] for each in compiled} == set(kernels())
