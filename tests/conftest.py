@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import tokenizers
 
 from specserve.config.paths import BUNDLED_MODEL
 from tests.engines import Checkpoints
@@ -17,7 +18,7 @@ from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.hydra import make_hydra
 from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
-from tests.reference.models import make_llama
+from tests.reference.models import load_checkpoint, make_llama, save_checkpoint
 from tests.reference.p_eagle import make_p_eagle
 from tests.reference.redrafter import make_redrafter
 from tests.reference.standalone import first_layer, make_pard
@@ -81,12 +82,15 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def small_chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """A random target behind the bundled model's tokenizer and template, at a tenth of its cost, and a draft."""
+    """A random target behind the bundled model's tokenizer and template, at a tenth of its cost, and drafts. It writes
+    whole characters, and no end."""
     path = tmp_path_factory.mktemp("small_chat")
-    target = make_llama(
-        path / "target", vocab=4096, hidden=64, inner=64, layers=1, eos=1, branch_scale=0.3, seed=2
-    )
+    target = make_llama(path / "target", vocab=4096, hidden=64, inner=64, layers=2, eos=1, branch_scale=0.3)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (target / name).symlink_to(BUNDLED_MODEL / name)
+    state, config = load_checkpoint(target)
+    text_of = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json")).decode
+    state["lm_head.weight"][[text_of([token]).strip("\ufffd") == "" for token in range(4096)]] = 0
+    save_checkpoint(target, state, config, safetensors=True)
     eagle = make_eagle(path / "eagle", target, agree=True)
-    return Checkpoints(target, eagle, eagle)
+    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, agree=True))

@@ -53,10 +53,9 @@ class Checkpoints:
     def draft(self, algorithm: str) -> Path | None:
         return self.drafts.get(algorithm.partition("+")[0])
 
-    @property
-    def flags(self) -> list[str]:
-        """Of a server under the bundled model's name, with the EAGLE draft."""
-        drafts = "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(self.eagle)
+    def flags(self, method: str = "EAGLE") -> list[str]:
+        """Of a server under the bundled model's name, with a draft."""
+        drafts = "--speculative-algorithm", method, "--speculative-draft-model-path", str(self.drafts[method])
         return ["--model-path", str(self.target), "--served-model-name", BUNDLED_NAME, *drafts]
 
     def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:

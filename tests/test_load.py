@@ -17,6 +17,7 @@ import pytest
 from benchmarks.http_client import LAST_CHUNK, Reply, as_json, ask_once, request, send_once
 from benchmarks.soak import DRAFTING, answer_alone, faults, load, make_asks, metrics, serving
 from benchmarks.traffic import COMPLETIONS, Ask, Plan, Said, said, said_in_stream
+from tests.engines import Checkpoints
 from tests.front.processes import Server, wait
 
 CLIENTS = 45
@@ -27,8 +28,8 @@ Expected = tuple[list[Ask], list[Said]]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--dtype", "float64", *DRAFTING, *PLACES) as found:
+def server(small_chat: Checkpoints) -> Iterator[Server]:
+    with serving("--dtype", "float64", *DRAFTING, *PLACES, *small_chat.flags("EAGLE3")) as found:
         yield found
 
 

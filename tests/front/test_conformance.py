@@ -43,7 +43,7 @@ REFUSED = [(route, case) for case in CASES if case.refused for route in case.rou
 
 @pytest.fixture(scope="module")
 def server(small_chat: Checkpoints) -> Iterator[Live]:
-    with live([*FLAGS, *small_chat.flags], {}) as found:
+    with live([*FLAGS, *small_chat.flags()], {}) as found:
         yield found
 
 
