@@ -3,9 +3,11 @@ against its reference, under the interpreter in float32, on a GPU in the types t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -228,7 +230,16 @@ def test_norms_round_what_they_write(draw: Draw, width: int, dtype: torch.dtype)
         torch.testing.assert_close(found.plain_TI.to(x.dtype), normed, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 17, 300, *([70] if GPU else [])])
+def with_most(
+    name: str, few: Sequence[Any], most: Any, kinds: Sequence[Kind] = KINDS
+) -> pytest.MarkDecorator:
+    """All kinds of weights with ``few``; and with ``most``, which takes the interpreter seconds, one of each type."""
+    some = kinds if GPU else {kind.dtype: kind for kind in reversed(kinds)}.values()
+    cases = [*itertools.product(kinds, few), *((kind, most) for kind in some)]
+    return pytest.mark.parametrize(("kind", name), cases, ids=str)
+
+
+@with_most("tokens", [1, 17, *([0, 70] if GPU else [])], 300)
 def test_any_number_of_tokens(draw: Draw, kind: Kind, tokens: int) -> None:
     """Rounded before, too."""
     if not GPU and kind.dtype != FP8:
@@ -252,13 +263,19 @@ def test_any_weight(draw: Draw, kind: Kind, outputs: int, inputs: int) -> None:
     check(x, pack(kind.draw(outputs, inputs, x.device)))
 
 
-@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (20, 33), (130, 70)])
-def test_gated(draw: Draw, kind: Kind, tokens: int, inner: int) -> None:
+def test_no_tokens(draw: Draw) -> None:
+    weight = pack(KINDS[0].draw(67, 256, draw(1).device))
+    check(draw(0, 256), weight, draw(67))
+
+
+@with_most("sizes", [(1, 64), (20, 33)], (130, 70))
+def test_gated(draw: Draw, kind: Kind, sizes: tuple[int, int]) -> None:
+    tokens, inner = sizes
     x = draw(tokens, 300)
     check(x, pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner), gated=True)
 
 
-@pytest.mark.parametrize("inputs", [16 * 128, 15 * 128 + 40])
+@with_most("inputs", [15 * 128 + 40], 16 * 128)
 def test_programs_that_share_a_tile_give_the_bits_of_one(draw: Draw, kind: Kind, inputs: int) -> None:
     """Of several ranges, the last of which may have fewer steps."""
     x = draw(5, inputs)
@@ -363,15 +380,15 @@ def test_error_is_a_roundings(outputs: int, inputs: int, tokens: int, kind: Kind
     assert float((found.double() - exact).norm() / exact.norm()) < (3e-3 if kind.dtype == FP8 else 2e-3)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs", "gated"),
-    [(5, 34, 256, False), (5, 34, 256, True), (70, 70, 15 * 128 + 40, True)],
+@with_most(
+    "sizes",
+    [(5, 34, 256, False), (5, 34, 256, True)],
+    (70, 70, 15 * 128 + 40, True),
+    [each for each in KINDS if each.dtype == INT4],
 )
-@pytest.mark.parametrize("kind", [each for each in KINDS if each.dtype == INT4], ids=str)
-def test_converted_first(
-    device: torch.device, kind: Kind, tokens: int, outputs: int, inputs: int, gated: bool
-) -> None:
+def test_converted_first(device: torch.device, kind: Kind, sizes: tuple[int, int, int, bool]) -> None:
     """As for prompts: the same bits."""
+    tokens, outputs, inputs, gated = sizes
     weight = pack(kind.draw(outputs, inputs, device))
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
     with patch.object(ops, "CONVERT_FROM", 1):
