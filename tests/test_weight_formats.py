@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +50,7 @@ from tests.reference.quantized import (
 )
 
 CPU = torch.device("cpu")
+Dialects = Callable[[str], Path]
 TOKENS = [3, 9, 27, 17, 5, 40, 1, 2, 1, 2, 1, 2]
 WIDE: dict[str, Any] = {"hidden": 192, "inner": 320, "heads": 4, "kv_heads": 2, "head_dim": 48, "layers": 2}
 """q ends within a block, k and v too; blocks of inputs and of outputs are short."""
@@ -56,6 +59,30 @@ WIDE: dict[str, Any] = {"hidden": 192, "inner": 320, "heads": 4, "kv_heads": 2, 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen2(tmp_path_factory.mktemp("plain") / "target", **WIDE, std=0.08, branch_scale=0.1)
+
+
+@pytest.fixture(scope="module")
+def dialects(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Dialects:
+    """``plain`` in a dialect, made once."""
+    path = tmp_path_factory.mktemp("dialects")
+    return cache(lambda dialect: quantize(plain, path / dialect.replace(" ", "_"), dialect))
+
+
+@pytest.fixture
+def quantized(dialects: Dialects, tmp_path: Path) -> Dialects:
+    """A copy, which may be changed."""
+    return lambda dialect: shutil.copytree(dialects(dialect), tmp_path / "target")
+
+
+@pytest.fixture(scope="module")
+def meant(dialects: Dialects) -> Callable[[str], tuple[dict[str, Tensor], Tensor]]:
+    """What a dialect's files mean, and the logits of that."""
+
+    def mean(dialect: str) -> tuple[dict[str, Tensor], Tensor]:
+        state, config = dequantize(dialects(dialect))
+        return state, llama.forward(state, config, TOKENS).logits
+
+    return cache(mean)
 
 
 @pytest.fixture(params=[False, True], ids=["plain weights", "few bits"])
@@ -81,10 +108,10 @@ def configure(path: Path, **fields: Any) -> Path:
     return path
 
 
-def tolerance(path: Path, held: bool) -> float:
+def tolerance(state: Iterable[str], held: bool) -> float:
     """In float32 an input near the middle between two FP8 numbers may be rounded the other way. For few bits, norms are
     rounded to 15."""
-    rounded = any(name.endswith("rounded_inputs") for name in dequantize(path)[0])
+    rounded = any(name.endswith("rounded_inputs") for name in state)
     return 2e-2 if rounded else 5e-3 if held else 1e-4
 
 
@@ -94,13 +121,15 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_logits_of_the_numbers_that_a_file_means(
-    plain: Path, tmp_path: Path, dialect: str, held: bool
+    plain: Path, dialects: Dialects, meant: Callable[[str], Any], dialect: str, held: bool
 ) -> None:
-    path = quantize(plain, tmp_path / "target", dialect)
-    expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(load(path, torch.float64)), expected, rtol=0, atol=1e-10)
-    model = load(path)
-    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=tolerance(path, held))
+    path = dialects(dialect)
+    state, expected = meant(dialect)
+    model = load(path, torch.float64)
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    if held:
+        model = load(path)
+        torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=tolerance(state, held))
     for projection in (model.layers[0].self_attn.qkv_proj, model.layers[1].mlp.down_proj):
         assert isinstance(projection, StoredProjection)
         pieces = [projection] if projection.apart is None else projection.apart.pieces
@@ -113,9 +142,9 @@ def test_the_logits_of_the_numbers_that_a_file_means(
     assert (expected - unrounded).abs().max() > 1e-3
 
 
-def test_rows_and_parts_of_a_projection(plain: Path, tmp_path: Path, held: bool) -> None:
+def test_rows_and_parts_of_a_projection(quantized: Dialects, held: bool) -> None:
     """With a bias; ``rows`` are the numbers that ``forward`` multiplies by."""
-    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    path = quantized("fp8 blocks")
     projection = load(path).layers[0].self_attn.qkv_proj
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
     x = round_inputs(x, FP8).plain_TI  # rounded again they stay as they are
@@ -158,8 +187,8 @@ def test_a_part_that_stays_plain(plain: Path, tmp_path: Path, held: bool) -> Non
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "awq", "gptq"])
-def test_a_configuration_in_a_file_of_its_own(plain: Path, tmp_path: Path, dialect: str) -> None:
-    path = quantize(plain, tmp_path / "target", dialect)
+def test_a_configuration_in_a_file_of_its_own(quantized: Dialects, dialect: str) -> None:
+    path = quantized(dialect)
     expected = logits_of(load(path))
     write_side_file(path)
     assert torch.equal(logits_of(load(path)), expected)
@@ -170,10 +199,10 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool)
     """A draft that picks rows of it gets these."""
     path = quantize(plain, tmp_path / "target", dialect, projections=(*PROJECTIONS, "lm_head"))
     configure(path, ignore=[], lm_head=True)
-    model, state = load(path), dequantize(path)[0]
+    model, (state, config) = load(path), dequantize(path)
     assert isinstance(model.lm_head, StoredProjection)
-    expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=tolerance(path, held))
+    expected = llama.forward(state, config, TOKENS).logits
+    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=tolerance(state, held))
     ids = torch.tensor([40, 3, 3])
     assert torch.equal(model.lm_head.rows(ids)[0], state["lm_head.weight"][ids].float())
     config = json.loads((path / "config.json").read_text())
@@ -183,9 +212,9 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool)
 
 @pytest.mark.parametrize("dialect", ["fp8 a tensor", "awq", "gptq", "W4A16", "modelopt"])
 def test_a_head_next_to_quantized_weights_though_the_config_ties_it(
-    plain: Path, tmp_path: Path, dialect: str
+    quantized: Dialects, dialect: str
 ) -> None:
-    path = quantize(plain, tmp_path / "target", dialect)
+    path = quantized(dialect)
     expected, config = logits_of(load(path)), json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert torch.equal(logits_of(load(path)), expected)
@@ -242,15 +271,15 @@ def test_a_mixed_recipe(plain: Path, tmp_path: Path, held: bool) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "float8_e4m3fn"])
-def test_other_names_of_e4m3(plain: Path, tmp_path: Path, fmt: str) -> None:
-    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+def test_other_names_of_e4m3(quantized: Dialects, fmt: str) -> None:
+    path = quantized("fp8 blocks")
     expected = logits_of(load(path))
     assert torch.equal(logits_of(load(configure(path, fmt=fmt))), expected)
 
 
 @pytest.mark.parametrize("dialect", ["compressed FP8 an output", "fbgemm"])
-def test_scales_of_outputs_in_one_dimension(plain: Path, tmp_path: Path, dialect: str, held: bool) -> None:
-    path = quantize(plain, tmp_path / "target", dialect)
+def test_scales_of_outputs_in_one_dimension(quantized: Dialects, dialect: str, held: bool) -> None:
+    path = quantized(dialect)
     expected, (state, config) = logits_of(load(path)), load_checkpoint(path)
     flat = {name: each.flatten() for name, each in state.items() if name.endswith("weight_scale")}
     save_checkpoint(path, {**state, **flat}, config, safetensors=True)
@@ -268,15 +297,15 @@ def test_scales_of_outputs_in_one_dimension(plain: Path, tmp_path: Path, dialect
         ("compressed FP8 blocks", "FP8_BLOCK"),
     ],
 )
-def test_groups_that_are_presets(plain: Path, tmp_path: Path, dialect: str, preset: str) -> None:
-    path = quantize(plain, tmp_path / "target", dialect)
+def test_groups_that_are_presets(quantized: Dialects, dialect: str, preset: str) -> None:
+    path = quantized(dialect)
     expected = load_model_config(path).weights
     assert load_model_config(configure(path, config_groups={preset: ["Linear"]})).weights == expected
 
 
-def test_groups_that_no_quantized_module_is_in(plain: Path, tmp_path: Path) -> None:
+def test_groups_that_no_quantized_module_is_in(quantized: Dialects) -> None:
     """One without weights, and one of a type that is refused where it matches."""
-    path = quantize(plain, tmp_path / "target", "W4A16")
+    path = quantized("W4A16")
     expected, groups = logits_of(load(path)), packed_group(128)["config_groups"]
     experts = {
         "targets": ["re:.*experts"],
@@ -311,10 +340,10 @@ def test_zero_points_of_symmetric_gptq_tell_its_format(plain: Path, tmp_path: Pa
     ("dialect", "fields"), [("gptq", {}), ("gptq int8", {"sym": None}), ("gptq act order", {})]
 )
 def test_symmetric_gptq_without_what_it_does_not_need(
-    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any], held: bool
+    quantized: Dialects, dialect: str, fields: dict[str, Any], held: bool
 ) -> None:
     """``sym``, which is true if absent, and ``qzeros``. ``g_idx`` may have 64 bits."""
-    path = quantize(plain, tmp_path / "target", dialect)
+    path = quantized(dialect)
     expected, (state, config) = logits_of(load(path)), load_checkpoint(path)
     assert torch.equal(logits_of(load(configure(path, **fields))), expected)
     some = {
@@ -330,9 +359,9 @@ def test_symmetric_gptq_without_what_it_does_not_need(
         load(configure(path, sym=False))
 
 
-def test_the_bias_that_a_gptq_file_has(plain: Path, tmp_path: Path, held: bool) -> None:
+def test_the_bias_that_a_gptq_file_has(quantized: Dialects, held: bool) -> None:
     """Of zeros in those of older tools; any other is added though the model has none."""
-    path = quantize(plain, tmp_path / "target", "gptq")
+    path = quantized("gptq")
     state, config = load_checkpoint(path)
     state["model.layers.1.mlp.down_proj.bias"] += (
         torch.randn(192, generator=torch.Generator().manual_seed(0)) / 8
@@ -505,9 +534,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("dialect", "fields", "words"), REFUSED)
 def test_what_can_not_be_served_is_named(
-    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any], words: str
+    quantized: Dialects, dialect: str, fields: dict[str, Any], words: str
 ) -> None:
-    path = configure(quantize(plain, tmp_path / "target", dialect), **fields)
+    path = configure(quantized(dialect), **fields)
     with pytest.raises(ValueError, match=rf"config\.json: .*{words}"):
         load_model_config(path)
 
@@ -552,9 +581,9 @@ def test_a_configuration_without_quantized_weights(plain: Path, tmp_path: Path) 
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
-    plain: Path, tmp_path: Path, kind: str, tensor: Tensor | None, words: str
+    quantized: Dialects, kind: str, tensor: Tensor | None, words: str
 ) -> None:
-    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    path = quantized("fp8 blocks")
     state, config = load_checkpoint(path)
     del state[name := f"model.layers.1.self_attn.o_proj.{kind}"]
     save_checkpoint(path, state if tensor is None else {**state, name: tensor}, config, safetensors=True)
@@ -584,9 +613,9 @@ def test_tensors_that_do_not_fit_are_named(
     ],
 )
 def test_words_that_do_not_fit_are_named(
-    plain: Path, tmp_path: Path, kind: str, change: Callable[[Tensor], Tensor], words: str
+    quantized: Dialects, kind: str, change: Callable[[Tensor], Tensor], words: str
 ) -> None:
-    path = quantize(plain, tmp_path / "target", "gptq act order")
+    path = quantized("gptq act order")
     state, config = load_checkpoint(path)
     name = f"model.layers.0.mlp.gate_proj.{kind}"
     save_checkpoint(path, {**state, name: change(state[name]).contiguous()}, config, safetensors=True)
@@ -608,10 +637,10 @@ def test_shapes_that_do_not_fill_words_are_refused(layout: stored.Layout, words:
 
 
 def test_scales_of_activations_and_caches_are_passed_over(
-    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    quantized: Dialects, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Others are named."""
-    path = quantize(plain, tmp_path / "target", "fp8 a tensor")
+    path = quantized("fp8 a tensor")
     state, config = load_checkpoint(path)
     state["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
     save_checkpoint(path, state, config, safetensors=True)
@@ -644,10 +673,8 @@ def test_fp8_needs_a_gpu_that_has_such_numbers(capability: tuple[int, int], refu
         ("W8A16 groups", "compressed-tensors: 8 bits with a scale for 64 inputs"),
     ],
 )
-def test_the_weights_and_what_multiplies_them_are_said(
-    plain: Path, tmp_path: Path, dialect: str, words: str
-) -> None:
-    path = quantize(plain, tmp_path / "target", dialect)
+def test_the_weights_and_what_multiplies_them_are_said(quantized: Dialects, dialect: str, words: str) -> None:
+    path = quantized(dialect)
     for dtype, how in (
         (
             "bfloat16",
@@ -696,7 +723,14 @@ def test_weights_rounded_when_they_are_loaded(plain: Path, kind: str, held: bool
     assert torch.equal(rounded.lm_head.rows(None)[0], before.lm_head.rows(None)[0])
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int8", "int4", "gptq act order", "W4A16 asymmetric"])
+@pytest.mark.parametrize(
+    ("weights", "held"),
+    [
+        ("fp8", False),
+        *((each, True) for each in ("fp8", "int8", "int4", "gptq act order", "W4A16 asymmetric")),
+    ],
+    indirect=["held"],
+)
 def test_speculation_changes_no_text(
     agreeing_wide: Checkpoints, tmp_path: Path, weights: str, held: bool
 ) -> None:
@@ -716,8 +750,8 @@ def test_speculation_changes_no_text(
         assert sum(answer.usage.accepted for answer in drafted) > 2 * len(drafted)
 
 
-def test_what_is_quantized_is_not_rounded_again(plain: Path, tmp_path: Path) -> None:
-    path = quantize(plain, tmp_path / "target", "fp8 a tensor")
+def test_what_is_quantized_is_not_rounded_again(quantized: Dialects) -> None:
+    path = quantized("fp8 a tensor")
     words = "--quantization int8: the checkpoint is fp8: FP8 with a scale a tensor; use none"
     with pytest.raises(ValueError, match=words):
         make_scheduler(path, quantization="int8")
@@ -733,10 +767,10 @@ def test_what_is_quantized_is_not_rounded_again(plain: Path, tmp_path: Path) -> 
     [("awq", "awq"), ("gptq", "gptq"), ("W4A16", "compressed-tensors"), ("modelopt", "modelopt")],
 )
 def test_a_flag_that_says_what_the_checkpoint_is(
-    plain: Path, tmp_path: Path, dialect: str, given: str
+    quantized: Dialects, plain: Path, tmp_path: Path, dialect: str, given: str
 ) -> None:
     """Is taken, and refused where it is something else."""
-    path = quantize(plain, tmp_path / "target", dialect)
+    path = quantized(dialect)
     settings = make_settings(model_path=str(path), quantization=given, skip_tokenizer_init=True)
     resolved, notes, _ = resolve_engine(settings)
     assert resolved.quantization == "none"
@@ -756,11 +790,11 @@ def settings_of(model: Path, dtype: str) -> Settings:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_memory_that_weights_take(plain: Path, tmp_path: Path, device: str) -> None:
+def test_the_memory_that_weights_take(quantized: Dialects, plain: Path, device: str) -> None:
     """On a GPU a byte a number, in steps of 128 inputs, and four for a scale: of a block, or of each output of one
     in which a part ends."""
     given = settings_of(plain, "float32")
-    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    path = quantized("fp8 blocks")
     before, found = (
         expected_memory(
             replace(resolve_engine(replace(given, model_path=str(each)))[2], device=device)
@@ -772,10 +806,10 @@ def test_the_memory_that_weights_take(plain: Path, tmp_path: Path, device: str) 
     assert before - found == (0 if device == "cpu" else 2 * 4 * numbers - 2 * (values + 4 * scales))
 
 
-def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
+def test_the_memory_that_4_bits_take(quantized: Dialects, plain: Path) -> None:
     """Half a byte a number, in steps of 64 inputs, words of two groups' scales and of four groups' zero points."""
     given = settings_of(plain, "bfloat16")
-    path = quantize(plain, tmp_path / "target", "awq")
+    path = quantized("awq")
     before, found = (
         expected_memory(
             replace(resolve_engine(replace(given, model_path=str(each)))[2], device="cuda")

@@ -68,19 +68,10 @@ def dequantize_8_bits(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) 
     weight, size = tensors["weight"], 128
     scale = tensors.get("weight_scale", tensors.get("weight_scale_inv"))
     assert scale is not None
-    factor = scale.double().tolist()
-
-    def factors(o: int) -> list[float]:
-        if scale.numel() == 1:
-            return [float(scale)] * weight.shape[1]
-        if scale.shape == (weight.shape[0], 1):
-            return factor[o] * weight.shape[1]
-        return [factor[o // size][i // size] for i in range(weight.shape[1])]
-
-    rows = [
-        weight[o].double() * torch.tensor(factors(o), dtype=torch.float64) for o in range(weight.shape[0])
-    ]
-    return torch.stack(rows)
+    if scale.numel() > 1 and scale.shape != (weight.shape[0], 1):
+        block_O, block_I = (torch.arange(many) // size for many in weight.shape)
+        scale = scale[block_O][:, block_I]
+    return weight.double() * scale.double()
 
 
 def compressed(
