@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import lossless_pair
 from benchmarks.common import weights_kept
-from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, SPECULATION, pairwise
+from benchmarks.configurations import CHOICES, EXTRAS, SAMPLING, pairwise
 from benchmarks.lossless import (
     Difference,
     Item,
@@ -44,7 +44,10 @@ from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.outputs import CompletionOutput, RequestOutput
 from tests.engines import Checkpoints
 
-TEXTS = 7 * len(SPECULATION)  # at least one of each sampling in each configuration
+ELSEWHERE = {
+    *(f"{name} tree" for name in ("MEDUSA", "MLP", "HYDRA", "ARCTIC_LSTM", "STANDALONE", "PARD", "P_EAGLE"))
+}
+ELSEWHERE |= {"NGRAM chain", "SUFFIX chain", "SUFFIX tree"}  # their texts are in tests/speculation
 
 
 @pytest.fixture
@@ -69,26 +72,28 @@ def test_every_pair_of_choices_occurs() -> None:
 def test_every_text_is_identical(models: Models) -> None:
     """In one configuration of each kind of drafts, with all values of all other choices."""
     lines: list[str] = []
-    every, names = pairwise(models.choices), list(models.choices["speculation"])
+    names = [name for name in models.choices["speculation"] if name not in ELSEWHERE]
+    every = pairwise(models.choices)
     chosen = [
         [each for each in every if each["speculation"] == name][place % 3] for place, name in enumerate(names)
     ]
     for name, values in CHOICES.items():
-        assert {each[name] for each in chosen} >= set(models.choices.get(name, values)), name
+        assert name == "speculation" or {each[name] for each in chosen} >= set(values), name
     items = make_items(prompts(), 56, 12)
-    report = run_matrix(models, items, TEXTS, chosen, lines.append)
+    texts = len(SAMPLING) * len(names)
+    report = run_matrix(models, items, texts, chosen, lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
-    assert report.texts >= TEXTS
+    assert report.texts >= texts
     assert {item.sampling for item in items} == set(SAMPLING)
     assert report.preemptions > 5
     by_speculation: dict[str, list[float]] = {}
     for row in report.rows:
         assert row.texts >= len(SAMPLING), "each configuration samples in every way"
         by_speculation.setdefault(row.configuration["speculation"], []).append(row.mean_accepted_length)
-    assert list(by_speculation) == list(models.choices["speculation"])
+    assert list(by_speculation) == names
     best = {name: max(lengths) for name, lengths in by_speculation.items()}
     assert best.pop("off") == 1
-    assert all(length > (1.2 if "EAGLE" in name else 1) for name, length in best.items()), best
+    assert {name: mean for name, mean in best.items() if mean <= (1.2 if "EAGLE" in name else 1)} == {}
     assert sum(row.cached_tokens for row in report.rows) > 0
     assert f"texts {report.texts}, identical {report.texts}" in lines[-2]
 
@@ -146,7 +151,7 @@ def generous(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
 
 
 def pair_rows(
-    agreeing: Checkpoints, change: Callable[[SamplingParams], SamplingParams]
+    agreeing: Checkpoints, change: Callable[[SamplingParams], SamplingParams], *batches: int
 ) -> list[dict[str, Any]]:
     """What ``lossless_pair`` finds with a chain, its requests changed."""
     args = argparse.Namespace(
@@ -158,7 +163,7 @@ def pair_rows(
         new_tokens=12,
         prompts="random",
         prompt_tokens=(4, 30),
-        batches=(64, 8, 1),
+        batches=batches,
     )
     prompts, params = lossless_pair.prompts_and_params(args)
     settings = {name: lossless_pair.settings_of(name, args) for name in ("off", "(3, 1, 4)")}
@@ -172,7 +177,7 @@ def pair_rows(
 
 
 def test_a_pair_has_the_same_texts(agreeing: Checkpoints) -> None:
-    rows = pair_rows(agreeing, lambda params: params)
+    rows = pair_rows(agreeing, lambda params: params, 64, 8, 1)
     assert [(row["batch"], row["texts"]) for row in rows] == [
         (64, 14),
         (64, 14),
@@ -188,10 +193,10 @@ def test_a_pair_has_the_same_texts(agreeing: Checkpoints) -> None:
 
 def test_a_pairs_wrong_texts_and_logits_are_noticed(agreeing: Checkpoints) -> None:
     """Another seed gives other texts where requests sample; a wrong token gives other texts and logits in all."""
-    rows = pair_rows(agreeing, lambda params: msgspec.structs.replace(params, seed=1))
+    rows = pair_rows(agreeing, lambda params: msgspec.structs.replace(params, seed=1), 8)
     assert all(0 < row["identical"] < row["texts"] for row in rows), "greedy ones have no seed"
     with patch("specserve.speculation.step.accept_path", generous):
-        rows = pair_rows(agreeing, lambda params: params)
+        rows = pair_rows(agreeing, lambda params: params, 8)
     for row in rows:
         assert row["identical_logits"] <= row["identical"] < row["texts"]
         assert len(row["differences"]) >= row["texts"] - row["identical"]
