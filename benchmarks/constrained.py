@@ -40,9 +40,10 @@ TEMPLATE = (
 )
 
 
-def marked_model(folder: Path) -> Path:
-    """Write the bundled model with its special tokens renamed to the marks of tool calls and reasoning."""
-    for file in BUNDLED_MODEL.iterdir():
+def marked_model(folder: Path, source: Path = BUNDLED_MODEL) -> Path:
+    """Write a model, which has the bundled tokenizer, with its special tokens renamed to the marks of tool calls and
+    reasoning."""
+    for file in source.iterdir():
         if not file.name.startswith("tokenizer"):
             (folder / file.name).symlink_to(file)
     tokenizer = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
@@ -233,7 +234,7 @@ class Report:
 
 
 def run(
-    model: Path, texts: int, speculated: Sequence[str], dtype: str, show: Callable[[str], None]
+    models: Models, texts: int, speculated: Sequence[str], dtype: str, show: Callable[[str], None]
 ) -> Report:
     """Answer ``texts`` requests plainly and under each configuration. Every eighth request is free."""
     chosen = kinds()
@@ -260,8 +261,10 @@ def run(
     ended, invalid = Counter[str](), list[str]()
     for speculation in ("off", *speculated):
         begin = time.perf_counter()
-        settings = speculation_settings(Models(model, BUNDLED_DRAFTS), speculation)
-        with LLM(str(model), dtype=dtype, context_length=256, max_running_requests=16, **settings) as llm:
+        settings = speculation_settings(models, speculation)
+        with LLM(
+            str(models.target), dtype=dtype, context_length=256, max_running_requests=16, **settings
+        ) as llm:
             answers = llm.generate(prompts, params)
         if not rows:
             expected = [each.token_ids for each in answers]
@@ -296,8 +299,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = marked_model(Path(folder))
-        report = run(model, args.texts, SPECULATED, args.dtype, lambda line: print(line, flush=True))
+        models = Models(marked_model(Path(folder)), BUNDLED_DRAFTS)
+        report = run(models, args.texts, SPECULATED, args.dtype, lambda line: print(line, flush=True))
     print(
         f"ended by themselves {sum(report.ended.values())}, of them invalid {len(report.invalid)}: {report.ended}"
     )

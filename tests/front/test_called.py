@@ -1,9 +1,10 @@
-"""Forced tool calls of the bundled model by clients of three APIs: whole and streamed, with drafts and without."""
+"""Forced tool calls of a small model by clients of three APIs: whole and streamed, with drafts and without."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from benchmarks.constrained import MARKS, marked_model
 from specserve import LLM, SamplingParams
-from specserve.config.paths import BUNDLED_DRAFTS
+from tests.engines import Checkpoints
 from tests.front.live import Live, live
 
 pytest.importorskip("llguidance")
@@ -33,26 +34,27 @@ STRICT: list[Any] = [{"type": "function", "function": {**each, "strict": True}} 
 CHOSEN: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
 OPENED = {str(MARKS["<tool_call>"]): 30.0}  # as if the model had learned to begin calls
+BRIEF = {"1": 12.0, "7": 12.0, "98": 16.0}  # and to end itself, a string and an object
 CLOSED = {str(MARKS["</think>"]): 14.0}
 MODEL = "specserve-chat"
 
 
 @pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return marked_model(tmp_path_factory.mktemp("marked"))
+def marked(small_chat: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    target = marked_model(tmp_path_factory.mktemp("marked"), small_chat.target)
+    return replace(small_chat, target=target)
 
 
-def flags(marked: Path) -> list[str]:
+def flags(marked: Checkpoints) -> list[str]:
     return [
-        *("--model-path", str(marked), "--served-model-name", MODEL, "--device", "cpu", "--dtype", "float32"),
-        *("--speculative-algorithm", "EAGLE3"),
-        *("--speculative-draft-model-path", str(BUNDLED_DRAFTS["EAGLE3"]), "--speculative-num-steps", "2"),
+        *marked.flags(),
+        *("--device", "cpu", "--dtype", "float32", "--speculative-num-steps", "2"),
         *("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "4"),
     ]
 
 
 @pytest.fixture(scope="module")
-def server(marked: Path) -> Iterator[Live]:
+def server(marked: Checkpoints) -> Iterator[Live]:
     with live(flags(marked), {}) as found:
         yield found
 
@@ -64,7 +66,7 @@ def api(server: Live) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def thinker(marked: Path) -> Iterator[openai.OpenAI]:
+def thinker(marked: Checkpoints) -> Iterator[openai.OpenAI]:
     """A client of a server that tells reasoning."""
     with (
         live([*flags(marked), "--reasoning-parser", "qwen3"], {}) as found,
@@ -81,7 +83,7 @@ def check(called: list[tuple[str, str]]) -> None:
 def completed(api: openai.OpenAI, **fields: Any) -> Any:
     """A choice of a whole answer without drafts, and the same put together from a stream with drafts."""
     given: dict[str, Any] = {"model": MODEL, "messages": ASKED, "tools": TOOLS, "max_tokens": 200, "seed": 0}
-    given |= fields
+    given |= {**fields, "logit_bias": {**BRIEF, **fields.get("logit_bias", {})}}
     extra = given.pop("extra_body", {})
     undrafted = {**extra, "speculation": {"enabled": False}}
     found = api.chat.completions.create(**given, extra_body=undrafted).choices[0]
@@ -200,11 +202,11 @@ def test_json_after_a_thought(thinker: openai.OpenAI) -> None:
         assert opened or getattr(found.message, "reasoning_content", None) is None
 
 
-def test_offline(marked: Path) -> None:
+def test_offline(marked: Checkpoints) -> None:
     """The same of ``LLM``: each conversation's answer is taken apart."""
     bias = {MARKS["</think>"]: 33.0, MARKS["<tool_call>"]: 32.0}
     params = SamplingParams(max_tokens=150, temperature=0, logit_bias=bias, thinking_token_budget=3)
-    with LLM(str(marked), reasoning_parser="qwen3", cpu_threads=1, context_length=512) as llm:
+    with LLM(str(marked.target), reasoning_parser="qwen3", cpu_threads=1, context_length=512) as llm:
         opened = {"chat_template_kwargs": {"opened": True}}
         found = llm.chat([ASKED, ASKED], params, tools=TOOLS, tool_choice="required", **ONE, **opened)
     for output in found:
@@ -272,12 +274,20 @@ def test_messages(server: Live, anthropic: Any) -> None:
             api.messages.create(**given, tool_choice={"type": "tool", "name": "other"})
 
 
-def test_marks_as_text_and_other_formats(tmp_path: Path) -> None:
+def test_marks_as_text_and_other_formats(small_chat: Checkpoints, tmp_path: Path) -> None:
     """The bundled vocabulary has no marks: they are written letter by letter."""
     template = tmp_path / "template"
     template.write_text("{% for t in tools %}{{ t.function | tojson }}{% endfor %}{{ messages[0].content }}")
     for format_, choice in (("hermes", "required"), ("llama3_json", CHOSEN), ("mistral", "required")):
-        flags = ["--speculative-algorithm", "NGRAM", "--device", "cpu", "--dtype", "float32"]
+        flags = [
+            *small_chat.flags(),
+            "--speculative-algorithm",
+            "NGRAM",
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+        ]
         flags += ["--chat-template", str(template), "--tool-call-parser", format_]
         with (
             live(flags, {}) as found,

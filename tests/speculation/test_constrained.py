@@ -12,27 +12,32 @@ pytest.importorskip("llguidance")
 
 from benchmarks.configurations import SPECULATION
 from benchmarks.constrained import MARKS, Report, Row, kinds, marked_model, run
+from benchmarks.lossless import Models
 from specserve import LLM, SamplingParams, grammar
-from specserve.config.paths import BUNDLED_DRAFTS
 from specserve.constraints.calls import Marks, after_thought
 from specserve.core import Thought
 from specserve.frontend.tokenizer import byte_alphabet
+from tests.engines import Checkpoints
 
 
-def test_calls_and_forms_are_valid_and_those_of_plain_decoding(tmp_path: Path) -> None:
+@pytest.fixture
+def models(small_chat: Checkpoints, tmp_path: Path) -> Models:
+    return Models(marked_model(tmp_path, small_chat.target), small_chat.drafts)
+
+
+def test_calls_and_forms_are_valid_and_those_of_plain_decoding(models: Models) -> None:
     """In float64, in batches with free requests, in small trees; ``benchmarks.constrained`` has more of them."""
     lines: list[str] = []
     with patch.dict(SPECULATION, {"small": ("EAGLE3", 3, 2, 6)}):
-        report = run(marked_model(tmp_path), 24, ("small",), "float64", lines.append)
+        report = run(models, 24, ("small",), "float64", lines.append)
     assert report.fine, (lines, report.invalid)
     assert sum(report.ended.values()) > 8
     assert set(report.texts_by_kind) == {*kinds(), "free"}
     assert max(row.mean_accepted_length for row in report.rows) > 1.2
 
 
-def test_budgets_hold_through_preemptions(tmp_path: Path) -> None:
+def test_budgets_hold_through_preemptions(models: Models) -> None:
     """In a pool so small that requests are put back while they think."""
-    model = marked_model(tmp_path)
     close, grammar = MARKS["</think>"], kinds()["after an opened one"].grammar
     thought = Thought(open="<think>", close="</think>", end=[226, close], begun=True)
     params = [
@@ -49,7 +54,7 @@ def test_budgets_hold_through_preemptions(tmp_path: Path) -> None:
     found = []
     small = {"max_running_requests": 6, "max_total_tokens": 160, "page_size": 4}
     for settings in ({}, {"speculative_algorithm": "NGRAM", **small}):
-        with LLM(str(model), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
+        with LLM(str(models.target), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
             answers = llm.generate(["User: one, please. Assistant:<think>"] * len(params), params)
         found.append([answer.token_ids for answer in answers])
     assert found[0] == found[1]
@@ -57,16 +62,15 @@ def test_budgets_hold_through_preemptions(tmp_path: Path) -> None:
     assert len(ends) > 6
     assert max(ends) == 15
     with (
-        LLM(str(model), cpu_threads=1) as llm,
+        LLM(str(models.target), cpu_threads=1) as llm,
         pytest.raises(ValueError, match=r"thinking_token_budget: not supported"),
     ):
         llm.generate("a", SamplingParams(thinking_token_budget=3))
 
 
-def test_budgets_that_end_within_a_character(tmp_path: Path) -> None:
+def test_budgets_that_end_within_a_character(models: Models) -> None:
     """The answer goes on after the mark, and is the same with drafts, in trees, and when it is computed again."""
-    model = marked_model(tmp_path)
-    letters = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    letters = json.loads((models.target / "tokenizer.json").read_text())["model"]["vocab"]
     char_of = {each[0]: char for char, each in byte_alphabet().items()}
     bias = {letters[char_of[byte]]: weight for byte, weight in zip("€".encode(), (40, 39, 38), strict=True)}
     thought = Thought(open="<think>", close="</think>", end=[letters["Ċ"], MARKS["</think>"]], begun=True)
@@ -88,14 +92,14 @@ def test_budgets_that_end_within_a_character(tmp_path: Path) -> None:
     ]
     small = {"max_running_requests": 6, "max_total_tokens": 160, "page_size": 4}
     tree = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    draft = {"speculative_draft_model_path": str(BUNDLED_DRAFTS["EAGLE3"]), **tree}
+    draft = {"speculative_draft_model_path": str(models.drafts["EAGLE3"]), **tree}
     found: list[list[str]] = []
     for settings in (
         {},
         {"speculative_algorithm": "NGRAM", **small},
         {"speculative_algorithm": "EAGLE3", **draft},
     ):
-        with LLM(str(model), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
+        with LLM(str(models.target), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
             answers = llm.generate(["User: one, please. Assistant:<think>"] * len(params), params)
         found.append([answer.text for answer in answers])
     assert found[0] == found[1] == found[2]
@@ -105,11 +109,11 @@ def test_budgets_that_end_within_a_character(tmp_path: Path) -> None:
         assert said.strip().startswith("<tool_call>") if index % 3 else isinstance(json.loads(said)["a"], int)
 
 
-def test_what_ends_a_thought_and_may_not_end_the_answer(tmp_path: Path) -> None:
+def test_what_ends_a_thought_and_may_not_end_the_answer(models: Models) -> None:
     close = MARKS["</think>"]
     thought = Thought(open="<think>", close="</think>", end=[226, close], begun=True)
     given = {"thinking_token_budget": 3, "thought": thought, "max_tokens": 24, "temperature": 0}
-    with LLM(str(marked_model(tmp_path)), cpu_threads=1) as llm:
+    with LLM(str(models.target), cpu_threads=1) as llm:
         prompt = "User: one, please. Assistant:<think>"
         for fields in ({"stop_token_ids": [close]}, {"stop_token_ids": [226], "ignore_eos": True}):
             with pytest.raises(ValueError, match=r"min_tokens: token \d+ ends both the answer and"):
