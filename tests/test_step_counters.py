@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from specserve.core import SamplingParams, Speculation
 from specserve.engine.runner import Emitted
 from specserve.messages import LevelTotals
 from specserve.scheduler.counters import StepCounters
+from specserve.scheduler.pipeline import InFlight, Pipeline
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, Client, Drafted, Shape, make_scheduler, priced, record_drafts
@@ -44,24 +44,30 @@ class Recorded:
 def record_steps() -> Iterator[Recorded]:
     """All steps in order, and the trees of those that drafted."""
     # private: only there are a launch, its requests and its results seen together
-    collect = Scheduler._collect
+    collect, read = Scheduler._collect, Pipeline.read
+    found: list[tuple[list[Emitted], list[bool], int]] = []
 
-    def recording(self: Scheduler, item: Any) -> None:
-        if item.shape is None:
-            collect(self, item)
-            return
-        found: list[Emitted] = []
-        read: Callable[[], list[Emitted]] = item.launch.read
-        item.launch.read = lambda: found.extend(read()) or found
-        live = [request.slot >= 0 for request in item.requests]
-        before = [len(request.output) for request in item.requests]
-        collect(self, item)
-        kept = sum(len(r.output) for r in item.requests) - sum(before)
-        rows = [each.tokens if on else None for each, on in zip(found, live, strict=True)]
-        recorded.reads.append(Read(item.shape, rows, item.batch.kv_tokens, item.launch.seconds, kept))
+    def reading(self: Pipeline) -> tuple[InFlight, list[Emitted]]:
+        item, emitted = read(self)
+        found.append(
+            (emitted, [r.slot >= 0 for r in item.requests], sum(len(r.output) for r in item.requests))
+        )
+        return item, emitted
 
-    # private: as above
-    with record_drafts() as drafts, patch.object(Scheduler, "_collect", recording):
+    def recording(self: Scheduler) -> InFlight:
+        item = collect(self)
+        emitted, live, before = found.pop()
+        if item.shape is not None and item.batch is not None:
+            kept = sum(len(r.output) for r in item.requests) - before
+            rows = [each.tokens if on else None for each, on in zip(emitted, live, strict=True)]
+            recorded.reads.append(Read(item.shape, rows, item.batch.kv_tokens, item.launch.seconds, kept))
+        return item
+
+    with (
+        record_drafts() as drafts,
+        patch.object(Pipeline, "read", reading),
+        patch.object(Scheduler, "_collect", recording),  # private: as above
+    ):
         recorded = Recorded(drafts=drafts)
         yield recorded
 

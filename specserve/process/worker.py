@@ -78,6 +78,8 @@ class Engine(Protocol):
     def abort(self, rid: str) -> None: ...
     def flush_cache(self) -> int | None: ...
     def check_idle(self) -> None: ...
+    @property
+    def patience(self) -> float: ...
     def work_ahead(self) -> bool: ...
     def run_once(self) -> list[Tokens | Failed]: ...
     def stats(self) -> Stats: ...
@@ -244,7 +246,7 @@ class Loop:
         while True:
             busy = engine.has_work or engine.work_ahead()
             rest = None if self._checked else REST
-            if (received := self._port.receive(0.0 if busy else rest)) is None:
+            if (received := self._port.receive(engine.patience if busy else rest)) is None:
                 return
             if not busy and not received:
                 engine.check_idle()  # only now: it walks over all pages, and a request may follow the last one at once
@@ -252,6 +254,8 @@ class Loop:
                 continue
             for each in received:
                 self._take(each)
+            if received and engine.patience:
+                continue
             messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
             self._add_stats(messages)
             self._port.send(messages)
@@ -287,7 +291,7 @@ class _Sockets:
 
     def receive(self, seconds: float | None) -> list[ToEngine]:
         found: list[ToEngine] = []
-        if self._poller.poll(None if seconds is None else round(1000 * seconds)):
+        if self._poller.poll(None if seconds is None else int(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
                 while True:
                     found += decode_to_engine(self._inbox.recv(zmq.NOBLOCK))

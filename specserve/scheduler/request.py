@@ -86,12 +86,9 @@ class Request:
         return len(self.prompt) + len(self.output) + self.pending < self.limit
 
     @property
-    def has_likely_ended(self) -> bool:
-        """Whether what is in flight brings it to its limit if steps give as many tokens as they did, at first as many
-        as they may."""
-        usage, most = self.usage, self.computed + 1 + self.inflight
-        usual = (usage.accepted + usage.steps) / usage.steps if usage.steps else most
-        return min(most, self.computed + 1 + usual * self.pending) >= self.limit
+    def may_have_ended(self) -> bool:
+        """Whether what is in flight brings it to its limit if all drafts are accepted."""
+        return self.computed + 1 + self.inflight >= self.limit
 
     @property
     def room(self) -> int:

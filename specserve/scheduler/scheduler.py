@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.limits import ATTEMPTS, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
+from specserve.scheduler.pipeline import InFlight, Pipeline
 from specserve.scheduler.prompt_chunk import PromptChunk
 from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
@@ -37,20 +37,6 @@ from specserve.speculation.shape import StepShape
 log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    launch: Launch
-    requests: list[Request]
-    shape: StepShape | None = None  # None: a prefill
-    batch: Batch | None = None  # what its shape was chosen for
-    after: Launch | None = None  # the launch that it waited for
-
-    @property
-    def adds(self) -> int:
-        """Most tokens that it may add to a request's cache beyond what prefill counted."""
-        return self.shape.depth + 1 if self.shape is not None else 0
 
 
 class Scheduler:
@@ -75,7 +61,7 @@ class Scheduler:
         self.waiting = Waiting(admission, runner.compile)
         self.running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
-        self._inflight: deque[_InFlight] = deque()
+        self._inflight = Pipeline()
         self._unread = 0  # launches that are read in the next iteration
         self._prefilled = False  # the last launch was of prompts
         self._begun = 0  # requests whose prompts were completed since the last step
@@ -127,6 +113,14 @@ class Scheduler:
         """Do a piece of work that was postponed until the engine is idle. Return whether there was any."""
         return self.runner.capture_next is not None and self.runner.capture_next()
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which the next iteration may wait for requests, which then come before its step."""
+        idle = self.limits.overlap and not self._outbox and not self.waiting.compiling
+        if not idle or any(request.prefilling for request in self.running):
+            return 0.0
+        return self._inflight.patience(prompts=bool(self.waiting))
+
     def run_once(self) -> list[Tokens | Failed]:
         """Run one iteration, or the rest of it. Return the messages for the front.
 
@@ -137,9 +131,7 @@ class Scheduler:
             self.admit()
             self._unread = self._launch()
         while len(self._inflight) > self._unread:
-            item = self._inflight.popleft()
-            self._collect(item)
-            if item.shape is None and self._outbox:
+            if self._collect().shape is None and self._outbox:
                 break
         outbox, self._outbox = self._outbox, []
         return outbox
@@ -199,7 +191,7 @@ class Scheduler:
     def _launch(self) -> int:
         """Launch prompts and a step. Return how many launches the next call may leave unread."""
         if self.limits.overlap:
-            return self._launch_prefill() + self._launch_step()
+            return min(1, self._launch_prefill() + self._launch_step())
         # Nothing runs meanwhile, so they take turns, and no first token waits for a step.
         if not self._prefilled and self._launch_prefill():
             self._prefilled = True
@@ -209,7 +201,7 @@ class Scheduler:
 
     def _launch_prefill(self) -> int:
         """Launch one chunk of prompt tokens. Return the number of launches."""
-        budget = self._backoff.chunk
+        begun, budget = time.monotonic(), self._backoff.chunk
         if not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
         chunk = PromptChunk(self.memory, self._counters, budget)
@@ -220,7 +212,7 @@ class Scheduler:
         launch = self._attempt(lambda: self._prefill(chunk), requests, chunk.tokens) if requests else None
         if launch is None:
             return 0
-        self._inflight.append(_InFlight(launch, requests))
+        self._inflight.append(InFlight(launch, requests), begun)
         self._end_failed(requests)
         for request in [r for r in requests if r.slot >= 0]:
             request.pending += not request.prefilling
@@ -241,10 +233,11 @@ class Scheduler:
             return 0
         forced = self._inflight and self.limits.drafts and self._constraints.force(ready)
         # Forced text depends on all earlier tokens, and whoever comes next would wait for a step that serves nobody.
-        if self._inflight and (forced or all(r.has_likely_ended for r in ready)):
-            after = self._inflight[-1].launch
+        if self._inflight and (forced or all(r.may_have_ended for r in ready)):
+            after = self._inflight.last
             self._drain()
             ready = self._ready()
+        begun = time.monotonic()
         ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
@@ -260,8 +253,8 @@ class Scheduler:
         if launch is None:
             return 0
         batch.masked = any(masked)
-        item = _InFlight(launch, ready, shape, batch, after)
-        self._inflight.append(item)
+        item = InFlight(launch, ready, shape, batch, after)
+        self._inflight.append(item, begun)
         for request in [r for r in ready if r.slot >= 0]:
             request.consumed = len(request.output)
             request.inflight += item.adds
@@ -388,11 +381,11 @@ class Scheduler:
 
     def _drain(self) -> None:
         while self._inflight:
-            self._collect(self._inflight.popleft())
+            self._collect()
 
-    def _collect(self, item: _InFlight) -> None:
-        """Wait for a launch and hand out its tokens."""
-        found = item.launch.read()
+    def _collect(self) -> InFlight:
+        """Wait for the oldest launch, hand out its tokens, and return it."""
+        item, found = self._inflight.read()
         if self._backoff.lowered:
             self._backoff.worked()
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
@@ -419,11 +412,11 @@ class Scheduler:
             outcome = outcome_of(item.requests, found, kept, stopped)
             # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
-            idle = None if item.after is None else item.launch.idle_after(item.after)
-            self._constraints.ran(len(item.requests), item.launch.seconds, idle)
+            self._constraints.ran(len(item.requests), item.launch.seconds, item.idle)
             self._observe(item.launch.seconds, item.shape, item.batch, outcome, gained)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
+        return item
 
     def _observe(
         self, seconds: float, shape: StepShape, batch: Batch, outcome: StepOutcome, gained: float

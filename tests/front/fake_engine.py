@@ -55,6 +55,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._left or self._outbox)
 
+    @property
+    def patience(self) -> float:
+        return 0.0
+
     def submit(self, message: Submit) -> None:
         self.submitted.append(message)
         if message.params.seed == 13:

@@ -60,7 +60,7 @@ def test_drafts_are_those_of_the_slow_reading(
     shape: Shape, overlap: str, agreeing: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every branch of every step. With overlap the host knows a text one step late."""
-    monkeypatch.setattr(Request, "has_likely_ended", False)  # or it would not be late at the end
+    monkeypatch.setattr(Request, "may_have_ended", False)  # or it would not be late at the end
     scheduler = agreeing.scheduler("SUFFIX", shape, overlap_schedule=overlap)
     answers: list[list[int]] = []
     recalled = 0
