@@ -24,11 +24,11 @@ from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, by_levels, check_switching, priced
 
-PROMPTS = heldout_prompts(BUNDLED_MODEL, 3, 24)
+PROMPTS = heldout_prompts(BUNDLED_MODEL, 3, 12)
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, speculation=Speculation(enabled=False)),
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, speculation=Speculation(enabled=False)),
 ]
 
 
