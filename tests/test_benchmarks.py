@@ -107,9 +107,17 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
         ("steps single_stream", ["--max-batch", "1", "--shapes", "off", "7,1,8", "--quantization", "int4"]),
     ],
 )
-def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs(
+    name: str,
+    arguments: list[str],
+    small_chat: Checkpoints,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     output, picture = tmp_path / "results.json", tmp_path / "picture.png"
     given = [str(picture) if each == "PICTURE" else each for each in arguments]
+    if "int4" not in arguments:  # whose groups are wider than a small model
+        given += ["--model", str(small_chat.target), "--eagle3", str(small_chat.eagle3)]
     suite.run_benchmark(name, ["--quick", "--output", str(output), *given])
     record = json.loads(output.read_text())
     assert record["command"].startswith(f"python -m benchmarks.{name} --quick")
@@ -189,10 +197,11 @@ def test_a_row_is_written_before_the_next_is_measured(
 
 def test_steps_of_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Random drafts load, and none of theirs is accepted."""
-    shape, small = Sizes(320, 768, 14, 8, 2, 64, 4200, 3100), Sizes(64, 128, 2, 2, 1, 32, 4200, 0)
+    shape, small = Sizes(320, 768, 13, 8, 2, 64, 4200, 3100), Sizes(64, 128, 1, 2, 1, 32, 4200, 0)
     drafters.make(tmp_path / "random", shape, small, torch.bfloat16)
     names, output = ["off", "FREE", "DSPARK", "STANDALONE", "MEDUSA"], tmp_path / "results.json"
-    arguments = ["--quick", "--max-batch", "1", "--pair", str(tmp_path), "--output", str(output)]
+    arguments = ["--quick", "--max-batch", "1", "--dtype", "float32", "--pair", str(tmp_path)]
+    arguments += ["--output", str(output)]
     with patch("sys.argv", ["benchmarks.drafters", *arguments, "--only", *names]):
         drafters.main()
     rows = json.loads(output.read_text())["figures"]
