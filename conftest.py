@@ -36,7 +36,6 @@ LONGEST = (
     "test_load",
     "test_benchmarks",
     "test_ops_packed_linear",
-    "test_launch_order",
     "test_ops_attention",
     "test_process",
     "test_dynamic_map",

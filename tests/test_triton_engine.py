@@ -1,4 +1,5 @@
-"""The whole engine on interpreted Triton kernels: the texts equal those of PyTorch's operations, in float32."""
+"""The whole engine on interpreted Triton kernels: the texts equal those of PyTorch's operations, in float32, and no
+kernel reads too early."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from specserve.core import SamplingParams
 from specserve.methods import Lookahead
 from specserve.speculation.sampler import TritonSampling
 from tests.engines import Answer, Checkpoints, answer_all
+from tests.launches import followed
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 PROMPTS = [
     [3, 9, 27, 17, 5, 40],
     [1, 2, 1, 2, 1, 2, 1],
-    [*range(20, 60), *range(26)],
+    [*range(20, 60)],
 ]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=5),
@@ -94,10 +96,11 @@ def with_predictions(found: list[Answer]) -> list[SamplingParams]:
     [
         ("EAGLE", (2, 1, 3), "fp8"),
         ("EAGLE3", (3, 2, 6), "auto"),
-        ("DSPARK", (3, 2, 6), "fp8"),
-        ("P_EAGLE", (3, 2, 6), "fp8"),
+        ("DSPARK", (2, 2, 4), "fp8"),
+        ("P_EAGLE", (2, 2, 4), "fp8"),
         ("SUFFIX", (3, 2, 6), "fp8"),
         ("LOOKAHEAD", (2, 3, 6), "auto"),
+        ("MEDUSA+NGRAM", (2, 1, 3), "auto"),
     ],
 )
 def test_gives_the_texts_of_torch(
@@ -117,6 +120,7 @@ def test_gives_the_texts_of_torch(
             TritonAttention, "plan_draft", autospec=True, side_effect=TritonAttention.plan_draft
         ) as drafts,
         patch.object(TritonSampling, "choose", autospec=True, side_effect=TritonSampling.choose) as choices,
+        followed() as launches,
     ):
         found = answers(agreeing_32, algorithm, shape, params, kv)
     assert bool(drafts.call_count) == (algorithm in ("EAGLE", "EAGLE3", "DSPARK", "HYDRA", "STANDALONE")), (
@@ -129,3 +133,8 @@ def test_gives_the_texts_of_torch(
         assert ours.usage == theirs.usage
     assert sum(answer.usage.accepted for answer in found) > 0
     assert found[0].usage.predicted == len(found[0].tokens)
+    assert not launches.early
+    assert launches.reads > 100
+    assert ("_scan", "_finish") in launches.pairs
+    # Drafters that score all levels at once: in chains the sampler comes right after the level's tokens are written.
+    assert (("_grow_kernel", "_scan") in launches.pairs) == algorithm.startswith("MEDUSA")
