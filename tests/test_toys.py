@@ -87,14 +87,14 @@ def trained(registered: None, agreeing: Checkpoints, tmp_path_factory: pytest.Te
     """A draft with device state, trained on texts of the target."""
     tmp_path = tmp_path_factory.mktemp("trained")
     work = [
-        ([3 + i, 9, 14 + i], SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)) for i in range(40)
+        ([3 + i, 9, 14 + i], SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)) for i in range(24)
     ]
     texts = [answer.tokens for answer in answer_all(make_scheduler(agreeing.target), work)]
     tokens = np.concatenate(texts).astype(np.int32)
     starts = np.arange(0, len(tokens), 28)
     np.savez(tmp_path / "texts.npz", tokens=tokens, mask=np.ones(len(tokens), bool), starts=starts)
     given = {"model-path": agreeing.target, "data": tmp_path / "texts.npz", "output": tmp_path / "draft"}
-    options = {"algorithm": "RECURRENT", "max-length": 32, "batch-tokens": 256, "steps": 60, "lr": 0.01}
+    options = {"algorithm": "RECURRENT", "max-length": 32, "batch-tokens": 256, "steps": 40, "lr": 0.01}
     flags = [str(part) for name, value in (given | options).items() for part in (f"--{name}", value)]
     with torch.inference_mode(False):
         train(parse_args([*flags, "--device", "cpu", "--export-dtype", "float32"]))
@@ -146,10 +146,8 @@ def test_a_drafter_s_state_follows_the_text(trained: Path, agreeing: Checkpoints
     ("configuration", "write", "speculation"),
     [
         (CONFIGURATIONS[0], write_scaled, "eagle3-tree"),
-        (CONFIGURATIONS[0], write_toy, "copy"),
         (CONFIGURATIONS[1], write_scaled, "copy"),
         (CONFIGURATIONS[1], write_toy, "eagle3-tree"),
-        (CONFIGURATIONS[2], write_scaled, "eagle3-tree"),
         (CONFIGURATIONS[2], write_toy, "copy"),
     ],
 )
