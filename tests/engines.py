@@ -58,17 +58,19 @@ class Checkpoints:
         drafts = "--speculative-algorithm", method, "--speculative-draft-model-path", str(self.drafts[method])
         return ["--model-path", str(self.target), "--served-model-name", BUNDLED_NAME, *drafts]
 
-    def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:
-        """One that drafts; ``shape`` None: what the controller chooses."""
+    def drafting(self, algorithm: str, shape: Shape | None = None) -> dict[str, Any]:
+        """The settings of a method; ``shape`` None: what the controller chooses."""
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         draft = self.draft(algorithm)
-        return make_scheduler(
-            self.target,
-            speculative_algorithm=algorithm,
-            speculative_draft_model_path=None if draft is None else str(draft),
+        return {
+            "speculative_algorithm": algorithm,
+            **({} if draft is None else {"speculative_draft_model_path": str(draft)}),
             **({} if shape is None else dict(zip(names, shape, strict=True))),
-            **settings,
-        )
+        }
+
+    def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:
+        """One that drafts; ``shape`` None: what the controller chooses."""
+        return make_scheduler(self.target, **self.drafting(algorithm, shape), **settings)
 
 
 def make_scheduler(model: Path, **settings: Any) -> Scheduler:

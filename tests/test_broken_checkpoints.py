@@ -433,11 +433,10 @@ def test_wrong_fields_are_named(
         LLM(str(pair.target), **pair.settings)
 
 
-@pytest.mark.parametrize("name", ["target: truncated", "eagle3: d2t beyond"])
 def test_the_server_ends_before_it_is_ready(
-    name: str, sound: dict[Callable[[Path], Pair], Pair], tmp_path: Path
+    sound: dict[Callable[[Path], Pair], Pair], tmp_path: Path
 ) -> None:
-    pair, words = broken(name, sound, tmp_path)
+    pair, words = broken("eagle3: d2t beyond", sound, tmp_path)
     environ = {key: value for key, value in os.environ.items() if not key.startswith("SPECSERVE_")}
     environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     run = subprocess.run(

@@ -13,11 +13,9 @@ import msgspec
 import pytest
 
 from specserve import LLM, SamplingParams, grammar
-from specserve.config import Settings, make_settings
 from specserve.constraints.matcher import Grammars
-from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.speculation.control.cost import CostModel
-from tests.engines import Checkpoints, Client, answer_one, make_scheduler
+from tests.engines import Checkpoints, Client, Shape, answer_one, make_scheduler
 
 pytest.importorskip("llguidance")
 
@@ -39,12 +37,14 @@ GRAMMARS = {
     "choice": grammar.choice(CITIES),
     "lark": grammar.lark('start: "[" item ("," item)* "]"\nitem: /[a-c]{1,3}/'),
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"speculative_algorithm": "EAGLE3", "shape": (4, 1, 5)},
-    "tree": {"speculative_algorithm": "EAGLE3", "shape": (3, 3, 8)},
-    "ngram": {"speculative_algorithm": "NGRAM", "shape": (4, 2, 9)},
-    "adaptive": {"speculative_algorithm": "EAGLE"},
+Drafts = tuple[str, Shape | None]
+DRAFTS: dict[str, Drafts] = {
+    "chain": ("EAGLE3", (4, 1, 5)),
+    "tree": ("EAGLE3", (3, 3, 8)),
+    "ngram": ("NGRAM", (4, 2, 9)),
+    "adaptive": ("EAGLE", None),
 }
+PLAIN: Drafts = ("NONE", None)
 
 
 def is_valid(kind: str, text: str) -> bool:
@@ -73,20 +73,27 @@ def requests() -> list[tuple[str, str, SamplingParams]]:
     return made
 
 
-def answers(**settings: Any) -> list[tuple[str, str | None]]:
-    shape = settings.pop("shape", None)
-    if shape is not None:
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        settings |= dict(zip(names, shape, strict=True))
+def open_llm(models: Checkpoints, drafts: Drafts = PLAIN, **settings: Any) -> LLM:
+    given = {
+        "dtype": "float64",
+        "cpu_threads": 1,
+        "context_length": 128,
+        **models.drafting(*drafts),
+        **settings,
+    }
+    return LLM(str(models.target), **given)
+
+
+def answers(models: Checkpoints, drafts: Drafts = PLAIN, **settings: Any) -> list[tuple[str, str | None]]:
     _, prompts, params = zip(*requests(), strict=True)
-    with LLM(dtype="float64", cpu_threads=1, context_length=256, **settings) as llm:
+    with open_llm(models, drafts, context_length=256, **settings) as llm:
         found = llm.generate(list(prompts), list(params))
     return [(each.text, each.finish_reason) for each in found]
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[tuple[str, str | None]]:
-    return answers()
+def plain(small_chat: Checkpoints) -> list[tuple[str, str | None]]:
+    return answers(small_chat)
 
 
 def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) -> None:
@@ -102,11 +109,13 @@ def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) ->
     ("how", "overlap"),
     [("chain", "off"), ("tree", "on"), ("ngram", "on"), ("adaptive", "off")],
 )
-def test_drafts_change_no_text(how: str, overlap: str, plain: list[tuple[str, str | None]]) -> None:
+def test_drafts_change_no_text(
+    how: str, overlap: str, plain: list[tuple[str, str | None]], small_chat: Checkpoints
+) -> None:
     """In batches of 6, with and without a pool so small that requests are put back."""
-    room = {"max_total_tokens": 1024} if overlap == "on" else {}
-    found = answers(**SHAPES[how], max_running_requests=6, overlap_schedule=overlap, page_size=4, **room)
-    assert found == plain
+    room: dict[str, Any] = {"max_total_tokens": 1024} if overlap == "on" else {}
+    room |= {"max_running_requests": 6, "overlap_schedule": overlap, "page_size": 4}
+    assert answers(small_chat, DRAFTS[how], **room) == plain
 
 
 RECURSIVE = {
@@ -118,32 +127,27 @@ RECURSIVE = {
 
 
 @pytest.mark.parametrize("name", ["brackets", "a limit of tokens"])
-def test_drafts_change_no_text_of_odd_grammars(name: str) -> None:
+def test_drafts_change_no_text_of_odd_grammars(name: str, small_chat: Checkpoints) -> None:
     params = [
         SamplingParams(temperature=1.2, seed=i, max_tokens=16, grammar=RECURSIVE[name]) for i in range(8)
     ]
     found = []
-    for algorithm in ("NONE", "NGRAM", "EAGLE3"):
-        shape = SHAPES["tree"]["shape"] if algorithm != "NONE" else ()
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        given: dict[str, Any] = dict(zip(names, shape, strict=False))
-        with LLM(
-            dtype="float64", cpu_threads=1, context_length=128, speculative_algorithm=algorithm, **given
-        ) as llm:
+    for drafts in (PLAIN, ("NGRAM", (3, 3, 8)), DRAFTS["tree"]):
+        with open_llm(small_chat, drafts) as llm:
             found.append([each.text for each in llm.generate(["a"] * 8, params)])
     assert found[0] == found[1] == found[2]
 
 
 def test_an_answer_that_its_grammar_can_not_follow(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small_chat: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It fails alone; the one next to it, and the next with the same grammar, go on. Nothing of it is logged."""
     monkeypatch.setattr("specserve.constraints.matcher.MOST_ITEMS", 300)
     ambiguous, ends = 'start: s\ns: s s | "a" | s s s', dict.fromkeys(range(6), -100.0)
     params = SamplingParams(grammar=ambiguous, temperature=0, max_tokens=100, logit_bias=ends)
-    free, few = SamplingParams(temperature=0, max_tokens=30), msgspec.structs.replace(params, max_tokens=3)
-    for algorithm in ("NONE", "NGRAM"):
-        with LLM(cpu_threads=1, context_length=512, speculative_algorithm=algorithm) as llm:
+    free, few = SamplingParams(temperature=0, max_tokens=30), msgspec.structs.replace(params, max_tokens=1)
+    for drafts in (PLAIN, ("NGRAM", None)):
+        with open_llm(small_chat, drafts, dtype="float32") as llm:
             with pytest.raises(ValueError, match="the grammar can't follow the answer"):
                 llm.generate(["a", "b"], [params, free])
             short, other = llm.generate(["b", "a"], [few, free])
@@ -152,7 +156,9 @@ def test_an_answer_that_its_grammar_can_not_follow(
     assert "aaa" not in caplog.text
 
 
-def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
+    small_chat: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The grammar holds up to there, and nothing follows."""
     monkeypatch.setattr("specserve.constraints.matcher.MOST_ITEMS", 1000)
     ambiguous = "start: s\ns: /[a-c]/ | s s | s s s | s s s s"
@@ -168,20 +174,16 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(monkeypatch: pytes
         for limit in (60, 4)  # and where it ends before
     ]
     found = []
-    for algorithm, shape, overlap in (
-        ("NONE", (), "off"),
-        ("NGRAM", (4, 2, 9), "off"),
-        ("EAGLE3", (4, 1, 5), "on"),
-        ("EAGLE3", (4, 4, 16), "off"),
-        ("EAGLE3", (4, 4, 16), "on"),
+    for drafts, overlap in (
+        (PLAIN, "off"),
+        (DRAFTS["ngram"], "off"),
+        (DRAFTS["chain"], "on"),
+        (("EAGLE3", (4, 4, 16)), "off"),
+        (("EAGLE3", (4, 4, 16)), "on"),
     ):
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        given: dict[str, Any] = dict(zip(names, shape, strict=False))
-        settings = make_settings(
-            dtype="float64", cpu_threads=1, context_length=128, speculative_algorithm=algorithm,
-            overlap_schedule=overlap, **given,
-        )  # fmt: skip
-        scheduler = create_scheduler(resolve_engine(settings)[2])
+        scheduler = small_chat.scheduler(
+            *drafts, skip_tokenizer_init=False, context_length=128, overlap_schedule=overlap
+        )
         answers = []
         for each in params:
             with patch.object(Grammars, "forget", autospec=True, side_effect=Grammars.forget) as forgotten:
@@ -201,20 +203,20 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(monkeypatch: pytes
     assert found == found[:1] * 5
 
 
-def test_an_engine_refuses(agreeing: Checkpoints) -> None:
+def test_an_engine_refuses(agreeing: Checkpoints, small_chat: Checkpoints) -> None:
     """A grammar without a vocabulary, and one that is none."""
     refused = answer_one(make_scheduler(agreeing.target), [1], SamplingParams(grammar="start: /a/")).refused
     assert refused is not None
     assert "tokenizer.json" in refused
-    with LLM(cpu_threads=1) as llm, pytest.raises(ValueError, match="grammar: "):
+    with open_llm(small_chat) as llm, pytest.raises(ValueError, match="grammar: "):
         llm.generate("a", SamplingParams(grammar="start: b"))
 
 
-def test_a_masked_step_is_no_measure_of_its_shape_without_masks() -> None:
+def test_a_masked_step_is_no_measure_of_its_shape_without_masks(small_chat: Checkpoints) -> None:
     """The controller has costs of their own for them."""
     params = SamplingParams(temperature=0, max_tokens=20, grammar=GRAMMARS["schema"])
     with (
-        LLM(speculative_algorithm="NGRAM", cpu_threads=1, context_length=256) as llm,
+        open_llm(small_chat, ("NGRAM", None)) as llm,
         patch.object(CostModel, "observe", autospec=True) as observed,
     ):
         llm.generate("A person:", params)
@@ -222,9 +224,9 @@ def test_a_masked_step_is_no_measure_of_its_shape_without_masks() -> None:
     assert all(call.args[-1] is True for call in observed.call_args_list)
 
 
-def test_nobody_waits_for_a_grammar() -> None:
+def test_nobody_waits_for_a_grammar(small_chat: Checkpoints) -> None:
     """While it is compiled others are answered, and who asked for it may leave."""
-    scheduler = create_scheduler(resolve_engine(Settings(cpu_threads=1, context_length=256))[2])
+    scheduler = make_scheduler(small_chat.target, skip_tokenizer_init=False)
     params = SamplingParams(temperature=0, max_tokens=4)
     constrained = msgspec.structs.replace(params, grammar=GRAMMARS["choice"])
     client, compilation = Client(scheduler), Future[object]()

@@ -22,6 +22,7 @@ from specserve.engine.runner import Runner
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import RequestEffect
+from tests.engines import Checkpoints, Shape
 
 pytest.importorskip("llguidance")
 
@@ -33,14 +34,19 @@ FREE = [
 ]
 CHOICES = [f"{letter}, number {index} of many" for letter in "abc" for index in range(9)]
 ONLY = "There is one answer to this question, and no other can be given."
-TREE = ("EAGLE3", 3, 3, 8)
+TREE = ("EAGLE3", (3, 3, 8))
+Engine = Callable[..., LLM]
 
 
-def engine(speculation: tuple[str, int, int, int] | None, **settings: Any) -> LLM:
-    names = ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")
-    for name, value in zip(names, speculation or (), strict=False):
-        settings[f"speculative_{name}"] = value
-    return LLM(dtype="float64", cpu_threads=1, context_length=256, **settings)
+@pytest.fixture
+def engine(small_chat: Checkpoints) -> Engine:
+    def made(speculation: tuple[str, Shape] | None, **settings: Any) -> LLM:
+        given = small_chat.drafting(*speculation or ("NONE",))
+        return LLM(
+            str(small_chat.target), dtype="float64", cpu_threads=1, context_length=256, **given, **settings
+        )
+
+    return made
 
 
 def texts(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
@@ -67,10 +73,10 @@ def recorded() -> Iterator[list[Step | Settle]]:
         yield steps
 
 
-def test_a_budget_splits_the_steps_alone_that_may_reach_it() -> None:
+def test_a_budget_splits_the_steps_alone_that_may_reach_it(engine: Engine) -> None:
     """All others are as they are without one, and so are the texts up to the budget."""
     found = []
-    for speculation, depth in ((None, 0), (TREE, TREE[1])):
+    for speculation, depth in ((None, 0), (TREE, TREE[1][0])):
         with engine(speculation, overlap_schedule="on", max_running_requests=3) as llm:
             with recorded() as steps:
                 free = texts(llm, thinking(100))
@@ -78,9 +84,9 @@ def test_a_budget_splits_the_steps_alone_that_may_reach_it() -> None:
             with recorded() as steps:
                 found += [free, texts(llm, thinking(12))]
             assert [each[:14] for each in found[-1]] == [[*each[:12], *END] for each in free]
-            # Those that begin at most so far before the budget's end, until its mark is written.
+            # Those that begin so few tokens before the end, of which a step in flight may give some, up to its mark.
             masked = sum(row.masked for step in steps for row in step.rows)
-            assert len(FREE) <= masked <= len(FREE) * (depth + 4 + len(END))
+            assert len(FREE) <= masked <= len(FREE) * (2 * depth + 4 + len(END))
     with engine(None) as llm:
         assert [texts(llm, FREE), texts(llm, thinking(12))] == found[:2] == found[2:]
 
@@ -93,9 +99,9 @@ def held() -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize(("speculation", "overlap"), [(("NGRAM", 3, 3, 8), "off"), (None, "on")], ids=str)
+@pytest.mark.parametrize(("speculation", "overlap"), [(("NGRAM", (3, 3, 8)), "off"), (None, "on")], ids=str)
 def test_a_step_that_finds_no_memory_is_run_again(
-    speculation: tuple[str, int, int, int] | None, overlap: str
+    engine: Engine, speculation: tuple[str, Shape] | None, overlap: str
 ) -> None:
     """After its grammars were told what came before, or looked at the trees: nothing is told twice."""
 
@@ -123,7 +129,7 @@ def test_a_step_that_finds_no_memory_is_run_again(
 
 @pytest.mark.parametrize("speculation", [None, TREE], ids=str)
 def test_masked_steps_are_launched_ahead(
-    speculation: tuple[str, int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, speculation: tuple[str, Shape] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the tokens before are on their way, in batches whose requests end and begin, and of which some are free;
     with drafts, where little of a text is forced."""
@@ -141,12 +147,12 @@ def test_masked_steps_are_launched_ahead(
     assert found[0] == found[1]
 
 
-def test_forced_text_is_waited_for() -> None:
+def test_forced_text_is_waited_for(engine: Engine) -> None:
     """Overlap takes no drafts away, but for those of the first steps after text that was not forced."""
     only = SamplingParams(temperature=0, max_tokens=60, grammar=grammar.regex("[a-z]{4}" + re.escape(ONLY)))
     steps = []
     for overlap in ("off", "on"):
-        with engine(("NGRAM", 4, 1, 5), max_running_requests=1, overlap_schedule=overlap) as llm:
+        with engine(("NGRAM", (4, 1, 5)), max_running_requests=1, overlap_schedule=overlap) as llm:
             (answer,) = llm.generate(["So:"], only)
             steps.append(answer.speculation.steps)
     assert steps[1] <= steps[0] + 1
@@ -176,8 +182,8 @@ def test_a_step_waits_only_where_it_pays() -> None:
         assert not constraints.force(requests + free)
 
 
-@pytest.mark.parametrize("speculation", [("NGRAM", 4, 1, 5), TREE], ids=str)
-def test_text_that_has_to_come_is_drafted(speculation: tuple[str, int, int, int]) -> None:
+@pytest.mark.parametrize("speculation", [("NGRAM", (4, 1, 5)), TREE], ids=str)
+def test_text_that_has_to_come_is_drafted(engine: Engine, speculation: tuple[str, Shape]) -> None:
     """Of those who may have drafts and have brought no text of their own. The next one in a slot has nothing of it."""
     only = SamplingParams(temperature=0, max_tokens=60, grammar=grammar.regex("[a-z]{4}" + re.escape(ONLY)))
     off = msgspec.structs.replace(only, speculation=Speculation(enabled=False))
@@ -187,7 +193,7 @@ def test_text_that_has_to_come_is_drafted(speculation: tuple[str, int, int, int]
         before, one, without, other, after = llm.generate(["So:"] * 5, [free, only, off, own, free])
     assert one.text == without.text == other.text
     assert one.text[4:] == ONLY
-    depth, tokens = speculation[1], len(one.token_ids)
+    depth, tokens = speculation[1][0], len(one.token_ids)
     assert tokens > 3 * depth
     assert one.speculation.steps <= 2 + -(-tokens // (depth + 1))
     assert without.speculation.drafted == 0
@@ -196,7 +202,7 @@ def test_text_that_has_to_come_is_drafted(speculation: tuple[str, int, int, int]
     assert (after.token_ids, after.speculation) == (before.token_ids, before.speculation)
 
 
-def test_the_end_of_a_thought_is_drafted() -> None:
+def test_the_end_of_a_thought_is_drafted(engine: Engine) -> None:
     """Its first mark comes with a step that was free; the others follow it in one."""
     params = [
         msgspec.structs.replace(
@@ -204,7 +210,7 @@ def test_the_end_of_a_thought_is_drafted() -> None:
         )
         for end in ([40], [40, 41, 42, 43])
     ]
-    with engine(("NGRAM", 3, 1, 4), max_running_requests=1) as llm:
+    with engine(("NGRAM", (3, 1, 4)), max_running_requests=1) as llm:
         short, long = llm.generate(PROMPTS[:1] * 2, params)
     assert long.token_ids[9:13] == [40, 41, 42, 43]
     assert long.speculation.steps <= short.speculation.steps + 1
