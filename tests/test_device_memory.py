@@ -25,7 +25,7 @@ from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, answer_all, context_of, make_scheduler, requests_of
 
 WORK = [
-    ([token, 3, 5, *range(token % 7)], SamplingParams(max_tokens=24, temperature=0)) for token in range(6)
+    ([token, 3, 5, *range(token % 7)], SamplingParams(max_tokens=16, temperature=0)) for token in range(6)
 ]
 
 
@@ -50,9 +50,14 @@ def scheduler(request: pytest.FixtureRequest, agreeing: Checkpoints) -> Schedule
     )
 
 
+@pytest.fixture(scope="module")
+def expected(agreeing: Checkpoints) -> list[list[int]]:
+    """The texts of ``WORK``."""
+    return [answer.tokens for answer in answer_all(make_scheduler(agreeing.target), WORK)]
+
+
 @pytest.mark.parametrize("most", [1, 2])
-def test_steps_that_are_too_large(most: int, scheduler: Scheduler) -> None:
-    expected = [answer.tokens for answer in answer_all(scheduler, WORK)]
+def test_steps_that_are_too_large(most: int, scheduler: Scheduler, expected: list[list[int]]) -> None:
     with scarce(scheduler, "step", lambda rows: len(rows) <= most):
         found = answer_all(scheduler, WORK)
     assert [answer.tokens for answer in found] == expected
@@ -61,9 +66,7 @@ def test_steps_that_are_too_large(most: int, scheduler: Scheduler) -> None:
     assert not scheduler.memory.problems()
 
 
-def test_prompts_that_are_too_long_at_once(scheduler: Scheduler) -> None:
-    expected = [answer.tokens for answer in answer_all(scheduler, WORK)]
-    scheduler.flush_cache()
+def test_prompts_that_are_too_long_at_once(scheduler: Scheduler, expected: list[list[int]]) -> None:
     with scarce(scheduler, "prefill", lambda rows: sum(len(row.tokens) for row in rows) <= LEAST_CHUNK):
         found = answer_all(scheduler, WORK)
     assert [answer.tokens for answer in found] == expected
@@ -71,8 +74,9 @@ def test_prompts_that_are_too_long_at_once(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("launch", ["step", "prefill"])
-def test_one_that_never_fits_fails_alone(launch: str, scheduler: Scheduler) -> None:
-    expected = [answer.tokens for answer in answer_all(scheduler, WORK)]
+def test_one_that_never_fits_fails_alone(
+    launch: str, scheduler: Scheduler, expected: list[list[int]]
+) -> None:
     client = Client(scheduler)
     for index, (prompt, params) in enumerate(WORK):
         client.submit(str(index), prompt, params)

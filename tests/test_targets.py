@@ -198,15 +198,14 @@ def test_speculation_changes_no_text(agreeing: Models) -> None:
     assert all(row.mean_accepted_length > 1.1 for row in report.rows), "\n".join(lines)
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 5), (3, 3, 10)], ids=["chain", "tree"])
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (4, 1, 5)), ("EAGLE3", (3, 3, 10))])
 @pytest.mark.parametrize("architecture", list(MAKERS))
 def test_drafts_that_never_agree_change_no_text(
     architecture: str, algorithm: str, shape: tuple[int, int, int], tmp_path: Path
 ) -> None:
     target = MAKERS[architecture](tmp_path / "target")
     draft = (make_eagle if algorithm == "EAGLE" else make_eagle3)(tmp_path / "draft", target)
-    work = [(PROMPT[: 3 + i], SamplingParams(max_tokens=16, seed=i, **SAMPLING["top_p"])) for i in range(3)]
+    work = [(PROMPT[: 3 + i], SamplingParams(max_tokens=12, seed=i, **SAMPLING["top_p"])) for i in range(3)]
     plain = answer_all(make_scheduler(target), work)
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     settings: dict[str, Any] = dict(zip((f"speculative_{name}" for name in names), shape, strict=True))
@@ -245,8 +244,10 @@ FORMS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("form", list(FORMS))
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("make", [make_qwen2, make_qwen3, make_mimo])
+@pytest.mark.parametrize(
+    ("stored", "make"),
+    [(torch.float16, make_qwen2), (torch.bfloat16, make_qwen3), (torch.float32, make_mimo)],
+)
 def test_every_form_of_file_loads_alike(
     make: Make, stored: torch.dtype, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
