@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -53,11 +53,31 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
+ENOUGH = 300
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, percentiles and maximum; 0 without values."""
+    """Mean, percentiles and maximum; 0 without values. Few values have no 99th percentile, and get their 95th."""
     values = values or [0.0]
-    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    last = 99 if len(values) >= ENOUGH else 95
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, last)}
     return {"mean": fmean(values), **percentiles, "max": max(values)}
+
+
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half of the 95% confidence interval of the mean, as a share of it; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    t = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
+    return t * stdev(values) / math.sqrt(len(values)) / fmean(values)
+
+
+def ratios(first: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Of values that were measured in pairs; the last may be missing."""
+    return [b / a for a, b in zip(first, other, strict=False)]
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
