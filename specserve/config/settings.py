@@ -164,19 +164,19 @@ class Settings:
     )
     engine_restarts: int = server(
         3,
-        "How often an engine that died is replaced within 10 minutes. After that the server exits with code 1; it "
-        "also does so after the same number of engines in a row that died while they loaded. A first engine that "
-        "never served is not replaced.",
+        "How often an engine that died is replaced within 10 minutes, and how many in a row may die while they load. "
+        "After that, and if the first engine never served, the server exits with code 1.",
         low=0,
     )
     token_statistics: bool = server(
         False,
-        "Count generated tokens by id and show the counts at /token_statistics, for `python -m specserve.token_map`. "
-        "The counts reveal something about what users' answers say.",
+        "Count generated tokens by id, at /token_statistics, for `python -m specserve.token_map`. The counts reveal "
+        "something about what users' answers say.",
     )
-    requests_all_greedy: bool = server(
-        False, "Serve only greedy requests: temperature defaults to 0 and any other value is refused."
+    disable_log_requests: bool = server(
+        False, "Don't log a line for each call. Lines hold no content; probes and successful GETs have none."
     )
+    requests_all_greedy: bool = server(False, "Default temperature 0, and refuse any other.")
 
     device: str = engine(
         "auto",

@@ -103,6 +103,12 @@ class Generation:
     def answers(self) -> list[Answer]:
         return [output.answer for output in self._outputs]
 
+    @property
+    def first_token(self) -> float | None:
+        """Seconds from submitting the jobs to their first token; None before it."""
+        pairs = zip(self._started, self._first_at, strict=True)
+        return min((first - started for started, first in pairs if first > started), default=None)
+
     def submit(self) -> None:
         """Submit the jobs to the engine."""
         self._started = [time.monotonic()] * len(self.jobs)

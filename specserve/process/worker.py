@@ -213,7 +213,7 @@ class Throughput:
 
     def look(self, stats: Stats, now: float) -> None:
         before = self._before
-        if before is None or not stats.running:  # idle time does not count
+        if before is None or not stats.running or not before.running:  # idle time does not count
             self._begin, self._before = now, stats
         elif now - self._begin >= LOG_PERIOD:
             tokens = stats.generated_tokens - before.generated_tokens

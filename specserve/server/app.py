@@ -62,7 +62,7 @@ def create_app(front: Front) -> FastAPI:
             expose_headers=[HEADER],
         )
     app.add_middleware(CountAnswers, front=front)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, logs=not front.settings.disable_log_requests)
     return app
 
 

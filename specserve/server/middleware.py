@@ -29,7 +29,7 @@ from specserve.logs import REQUEST_ID
 from specserve.server.errors import HEADER, ApiError, BodyError
 from specserve.server.front import TENANT, Front
 from specserve.server.playground import PATHS
-from specserve.server.writer import CLIENT_LEFT, ENDED_BY
+from specserve.server.writer import CLIENT_LEFT, ENDED_BY, WRITERS, Writer
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,12 @@ def allow_files() -> None:
 
 
 class RequestIds:
-    """Take the client's id or make one. Log each request at its end, without its content."""
+    """Take the client's id or make one. Log each request at its end, without its content: at info only with ``logs``,
+    and neither probes nor what was read with success."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, logs: bool) -> None:
         self._app = app
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -140,7 +142,8 @@ class RequestIds:
         given: bytes = dict(scope["headers"]).get(HEADER.encode(), b"")
         name = given.decode() if _VALID.fullmatch(given) else uuid.uuid4().hex
         REQUEST_ID.set(name)  # each request has its own context
-        began, status = time.monotonic(), 500
+        began, status, writers = time.monotonic(), 500, list[Writer]()
+        WRITERS.set(writers)
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -153,11 +156,20 @@ class RequestIds:
             await self._app(scope, receive, named)
         finally:
             status = scope.get(ENDED_BY, status)  # a stream's, which began with 200
-            path = scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")
-            ours = status >= 500 and path not in PROBES  # a 503 is a valid answer to a probe
-            level = logging.WARNING if ours else logging.DEBUG
-            seconds = time.monotonic() - began
-            log.log(level, "%s %s: %d after %.3f s", scope["method"], path, status, seconds)
+            self._log(scope, status, time.monotonic() - began, writers)
+
+    def _log(self, scope: Scope, status: int, seconds: float, writers: Sequence[Writer]) -> None:
+        method, path = scope["method"], scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")
+        level = logging.DEBUG
+        if path not in PROBES:  # a 503 is a valid answer to a probe
+            if status >= 500:
+                level = logging.WARNING
+            elif self._logs and (status >= 400 or method not in ("GET", "HEAD", "OPTIONS")):
+                level = logging.INFO
+        if log.isEnabledFor(level):
+            client = (scope.get("client") or ["unknown"])[0]
+            told = "".join(f"; {writer.summary()}" for writer in writers)
+            log.log(level, "%s %s: %d after %.3f s to %s%s", method, path, status, seconds, client, told)
 
 
 class ApiKey:

@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ T = TypeVar("T")
 CLIENT_LEFT = 499  # nginx's status; not sent to anyone, but counted in the metrics
 ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
 _DONE = b"data: [DONE]\n\n"
+WRITERS: ContextVar[list[Writer]] = ContextVar("writers")  # of the HTTP request being answered
 
 
 class Json(Response):
@@ -61,6 +63,22 @@ class Writer(ABC):
         self._with_ids = self._return_prompt_ids or front.tokenizing.tokenizer is None
         self._streams = request.stream
         self._streams_runs = request.streams_runs
+        WRITERS.get([]).append(self)
+
+    def summary(self) -> str:
+        """Tell what was generated, without its content."""
+        usage, answers = self._usage(), self.generation.answers
+        speculation, first = _speculation(answers), self.generation.first_token
+        return ", ".join(
+            [
+                f"model {self._head['model']}" + (", streamed" if self._streams else ""),
+                f"{usage.prompt_tokens} prompt tokens, {usage.prompt_tokens_details.cached_tokens} cached",
+                f"{usage.completion_tokens} tokens",
+                *([] if first is None else [f"first after {first:.3f} s"]),
+                *([f"{speculation.mean_accepted_length:.2f} tokens a step"] if speculation.drafted else []),
+                "/".join(answer.finish_reason or "unfinished" for answer in answers),
+            ]
+        )
 
     async def respond(self) -> Response:
         """Return the answer, after the jobs were submitted. Cancelling it aborts the jobs that have not ended."""

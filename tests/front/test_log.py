@@ -1,0 +1,77 @@
+"""What a server says about its work: a line for each call, and one about every ten seconds."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from specserve.messages import Stats, StepTotals
+from specserve.process.worker import Throughput
+from tests.front.conftest import Serve
+
+
+def test_a_line_for_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log, idle = Throughput(), Stats(0, 0, 100, 100, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    def stats(tokens: int, requests: int, accepted: int) -> Stats:
+        totals = StepTotals(requests=requests)
+        return msgspec.structs.replace(
+            idle,
+            running=2,
+            waiting=1,
+            pages_free=25,
+            generated_tokens=tokens,
+            accepted=accepted,
+            step_totals=totals,
+        )
+
+    log.look(idle, 0.0)
+    log.look(idle, 100.0)
+    log.look(stats(0, 0, 0), 100.1)  # the first of other work, after a pause
+    log.look(stats(500, 200, 240), 105.0)
+    assert not caplog.messages
+    log.look(stats(1000, 400, 600), 110.1)
+    log.look(stats(1100, 450, 650), 111.0)
+    log.look(idle, 112.0)
+    log.look(stats(1200, 450, 650), 200.0)
+    expected = (
+        "100 tokens/s, 2.50 per request and step; 2 requests running, 1 waiting, 75% of KV pages in use"
+    )
+    assert caplog.messages == [expected]
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def test_a_line_for_each_call(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "specserve.server.middleware")
+    client, _ = serve("Hi there!")
+    client.get("/health")
+    client.get("/v1/models")
+    assert not caplog.messages
+    client.post("/v1/chat/completions", json=CHAT)
+    client.post("/v1/chat/completions", json={**CHAT, "stream": True, "n": 2})
+    client.post("/v1/chat/completions", json={**CHAT, "temperature": "hot"})
+    client.get("/v1/nothing")
+    times = [re.sub(r"\d+\.\d{3} s", "T", message) for message in caplog.messages]
+    assert times == [
+        "POST /v1/chat/completions: 200 after T to testclient; "
+        "model tiny, 21 prompt tokens, 4 cached, 10 tokens, first after T, 2.50 tokens a step, stop",
+        "POST /v1/chat/completions: 200 after T to testclient; "
+        "model tiny, streamed, 21 prompt tokens, 4 cached, 20 tokens, first after T, 2.50 tokens a step, stop/stop",
+        "POST /v1/chat/completions: 400 after T to testclient",
+        "GET /v1/nothing: 404 after T to testclient",
+    ]
+
+
+def test_no_line_for_a_call(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "specserve.server.middleware")
+    client, _ = serve(disable_log_requests=True)
+    client.post("/v1/chat/completions", json=CHAT)
+    client.get("/v1/nothing")
+    assert not caplog.messages
+    client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "seed": 14})  # the engine dies of it
+    assert caplog.messages[0].startswith("POST /v1/completions: 50")
