@@ -26,6 +26,8 @@ from specserve.server.schema import CachedTokens, CompletionTokens, Runs, Specul
 
 T = TypeVar("T")
 
+HEADERS_AFTER = 1.0  # seconds that a stream waits for its first tokens
+SILENCE = 10.0  # seconds without a chunk after which a comment keeps a stream's connection alive
 CLIENT_LEFT = 499  # nginx's status; not sent to anyone, but counted in the metrics
 ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
 _DONE = b"data: [DONE]\n\n"
@@ -179,11 +181,14 @@ async def stream(
     failed: Callable[[ApiError], msgspec.Struct],
     named: bool,
 ) -> Response:
-    """Answer with a stream of chunks. Waits for the first tokens, so that a refusal has its own HTTP status. ``failed``
-    makes the chunk that reports a later error. ``named``: chunks are tagged structs, whose tags name the events, and
-    the last chunk ends the stream; otherwise ``[DONE]`` does."""
+    """Answer with a stream of chunks. Waits for the first tokens, but not for long: until then a refusal has its own
+    HTTP status, and a load balancer may ask another server. ``failed`` makes the chunk that reports a later error.
+    ``named``: chunks are tagged structs, whose tags name the events, and the last chunk ends the stream; otherwise
+    ``[DONE]`` does."""
     try:
-        await generation.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEADERS_AFTER):
+                await generation.start()
     except BaseException:
         generation.close()
         raise
@@ -207,6 +212,7 @@ class _EventStream(Response):
         self._failed = failed
         self._event = _named_event if named else _event
         self._end = b"" if named else _DONE
+        self._sent = 0.0  # when something was sent last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -215,18 +221,33 @@ class _EventStream(Response):
         finally:
             self._generation.close()
 
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for a while."""
+        while True:
+            if (left := self._sent + SILENCE - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            else:
+                self._sent = time.monotonic()
+                await send(_body(b": waiting\n\n"))
+
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent = time.monotonic()
+        waiting = asyncio.create_task(self._keep_alive(send))
         try:
             async for chunk in self._chunks:
+                self._sent = time.monotonic()
                 await send(_body(self._event(chunk)))
         except Exception as failure:
             error = as_answer(failure)
             scope[ENDED_BY] = error.status
             await send(_body(self._event(self._failed(error))))
             if not isinstance(failure, RequestFailed):
+                waiting.cancel()
                 await send(self._last)
                 raise  # to be logged
+        finally:
+            waiting.cancel()
         await send(self._last)
 
     @property

@@ -54,7 +54,7 @@ async function* events(response) {
     if (done) return;
     const parts = (held + value).split("\n\n");
     held = parts.pop();
-    for (const part of parts) yield part.replace(/^data: /, "");
+    for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
   }
 }
 
