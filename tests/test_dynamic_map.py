@@ -238,7 +238,8 @@ def test_other_methods_and_float32(agreeing: Checkpoints) -> None:
     """The type that a CPU serves in, where heads are packed; NAIVE_EAGLE runs either head."""
     params = SamplingParams(temperature=0, max_tokens=30)
     plain = make_scheduler(agreeing.target, dtype="float32")
-    expected = [answer_one(plain, PROMPT[i:], params).tokens for i in range(3)]
+    asked = [(PROMPT[i:], params) for i in range(3)]
+    expected = [answer.tokens for answer in answer_all(plain, asked)]
     for algorithm, draft in (("EAGLE", "eagle"), ("EAGLE3", "eagle3"), ("NAIVE_EAGLE", "eagle3")):
         scheduler = make_scheduler(
             agreeing.target,
@@ -248,8 +249,8 @@ def test_other_methods_and_float32(agreeing: Checkpoints) -> None:
             **DYNAMIC,
         )
         with check_guesses(scheduler) as changes:
-            found = [answer_one(scheduler, PROMPT[i:], params).tokens for i in range(3)]
-        assert found == expected
+            found = answer_all(scheduler, asked)
+        assert [answer.tokens for answer in found] == expected
         assert changes
 
 
@@ -334,7 +335,7 @@ def test_special_tokens_of_the_bundled_model() -> None:
 
 def mean_length(llm: LLM, prompts: Sequence[str]) -> float:
     """Tokens a step, bonus included."""
-    outputs = llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=64))
+    outputs = llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=40))
     steps = sum(output.speculation.steps for output in outputs)
     return (sum(output.speculation.accepted for output in outputs) + steps) / steps
 
