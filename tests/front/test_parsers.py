@@ -638,9 +638,9 @@ def test_long_arguments_are_read_in_linear_time(head: str) -> None:
     """What has come is not copied for each delta."""
     parser = FORMATS["pythonic" if head[0] == "[" else "hermes"].parser(NAMES)
     begin = time.process_time()
-    for text in (head, *["\N{ROCKET}" * 5] * 100_000):
+    for text in (head, *["\N{ROCKET}" * 5] * 60_000):
         parser.feed(text)
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 1
 
 
 def typed(schema: dict[str, Any], value: str) -> Found:
