@@ -85,14 +85,14 @@ def check_drafts(
     next_logits: Callable[[tuple[int, ...], tuple[int, ...]], Tensor],
 ) -> None:
     """Every candidate of every step, from the first on. ``next_logits``: after committed tokens and a path."""
-    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=9 + shape[0])
+    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=7 + shape[0])
     request = Request(tuple(PROMPT), reference_params(params, PROMPT, choice=1))
     with record_drafts() as drafts:
         answer = answer_one(scheduler, PROMPT, params, choice=1)
     done, steps = 0, 0
     for run, found in zip(answer.runs, drafts, strict=False):
         done += run
-        if done > 8:
+        if done > 6:
             break
         committed = (*PROMPT, *answer.tokens[:done])
 
@@ -101,7 +101,7 @@ def check_drafts(
 
         check_step(found, tree.expand(log_probs, *shape[:2]), shape, committed[-1])
         steps += 1
-    assert steps >= 3
+    assert steps > 1
 
 
 def check_cached(scheduler: Scheduler) -> None:
