@@ -37,7 +37,7 @@ from tests.speculation.oracle import SAMPLING, Oracle, half, reference_params
 from tests.speculation.test_prediction import with_each
 
 SHAPE = (9, 9, 56)  # of the default sizes
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 
 
 def scheduler_of(models: Checkpoints, sizes: Sizes, **settings: Any) -> Scheduler:
@@ -92,7 +92,7 @@ def _sums(runs: list[int]) -> list[int]:
 )
 def test_trees_are_those_of_the_slow_reading(sizes: Sizes, sampling: str, agreeing: Checkpoints) -> None:
     """Every node of every step, to the request's end, where the window no longer fits."""
-    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=32, min_tokens=32)
+    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=24, min_tokens=24)
     with record_drafts() as drafts:
         answer = answer_one(scheduler_of(agreeing, sizes, page_size=4), PROMPT, params, choice=1)
     assert check_steps(agreeing, sizes, answer, drafts, params) >= 8
@@ -167,7 +167,7 @@ def test_predictions(random_models: Checkpoints) -> None:
     """A predicted text is one more n-gram, before the others while it is right."""
     params = msgspec.structs.replace(SAMPLING["warm"], max_tokens=36, min_tokens=36)
     expected = answer_one(make_scheduler(random_models.target), PROMPT, params, choice=1).tokens
-    scheduler = scheduler_of(random_models, Sizes(7, 5, 7), page_size=4, max_running_requests=4)
+    scheduler = scheduler_of(random_models, Sizes(7, 5, 7), page_size=4, max_running_requests=12)
     each = with_each(params, expected)
     found = answer_all(scheduler, [(PROMPT, one) for one in each.values()], choice=1)
     answers = dict(zip(each, found, strict=True))
@@ -180,12 +180,12 @@ def test_predictions(random_models: Checkpoints) -> None:
 def test_the_controller_drafts_where_nodes_are_cheap(
     node: float, drafts: bool, agreeing: Checkpoints
 ) -> None:
-    params = msgspec.structs.replace(GREEDY, max_tokens=120)
+    params = msgspec.structs.replace(GREEDY, max_tokens=80)
     with priced(lambda shape: 1 + node * (shape.nodes - shape.slots)):
         scheduler = make_scheduler(agreeing.target, speculative_algorithm="LOOKAHEAD")
         answer = answer_one(scheduler, PROMPT, params)
     assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
-    assert (answer.usage.steps < 80) == drafts
+    assert (answer.usage.steps < 60) == drafts
     assert (answer.usage.drafted > 2 * 55) == drafts
 
 

@@ -120,13 +120,13 @@ def test_it_proposes_again_after_steps_without_drafts(random_models: Checkpoints
     plain, drafted = StepShape.plain(1), StepShape(1, 5, 4, 1)
     policy = SwitchingShapes([plain])
     scheduler.policy = policy  # type: ignore[assignment]
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=80, ignore_eos=True)
-    shapes = iter([*[plain] * 20, *[drafted] * 100])
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=50, ignore_eos=True)
+    shapes = iter([*[plain] * 12, *[drafted] * 100])
     with patch.object(SwitchingShapes, "choose", lambda self, batch: next(shapes)):
         answer = answer_one(scheduler, PROMPT, params)
     first = answer.runs.index(5)
     assert answer.runs[:first] == [1] * first
-    assert 20 < first < 26
+    assert 12 < first < 18
     assert set(answer.runs[first:-1]) == {5}
     assert answer.tokens == answer_one(make_scheduler(random_models.target), PROMPT, params).tokens
 
@@ -139,7 +139,7 @@ def test_the_controller_s_shapes(algorithm: str, agreeing: Checkpoints) -> None:
         for slots in (1, 2):
             for shape in candidate_shapes(slots, Drafts("some" if "+" in algorithm else "none")):
                 assert eager_seconds(context_of(scheduler), shape, 40 * slots) > 0
-        params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=60)
+        params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=30)
         expected = answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
         for answer in answer_all(scheduler, [(PROMPT, params)] * 3):
             assert answer.tokens == expected

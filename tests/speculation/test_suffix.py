@@ -20,7 +20,7 @@ from tests.speculation.methods import PROMPT, check_texts, in_each_configuration
 from tests.speculation.oracle import SAMPLING
 
 SHAPES: list[Shape] = [(6, 1, 7), (4, 3, 9)]
-DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=28, ignore_eos=True)
 
 
 def ask(
@@ -66,7 +66,7 @@ def test_drafts_are_those_of_the_slow_reading(
     recalled = 0
     for seed in (3, 4, 5, 3, 6, 4):
         prompt = [*PROMPT, seed]
-        params = msgspec.structs.replace(DRAWN, temperature=0.6, seed=seed, max_tokens=40)
+        params = msgspec.structs.replace(DRAWN, temperature=0.6, seed=seed)
         with record_drafts() as drafts:
             answer = answer_one(scheduler, prompt, params)
         ends = [len(prompt) + sum(answer.runs[: i + 1]) for i in range(len(answer.runs))]
@@ -84,7 +84,7 @@ def test_drafts_are_those_of_the_slow_reading(
             assert [each.score for each in got] == pytest.approx([each.score for each in expected])
             recalled += continuation is not None and bool(expected)
         answers.append(answer.tokens)
-    assert recalled > 20
+    assert recalled > 12
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -94,7 +94,7 @@ def test_an_answer_that_comes_again_is_proposed_whole(overlap: str, agreeing: Ch
     assert first.tokens == again.tokens
     assert tokens_a_step(first) < 1.3
     whole = [run for run in again.runs if run == 7]
-    assert len(whole) >= 4
+    assert len(whole) >= 3
     assert tokens_a_step(again) > 2.5
 
 
