@@ -274,6 +274,7 @@ def test_as_many_functions_as_openai_takes(format_: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("walker", ["texts"], indirect=True)
 @pytest.mark.parametrize("format_", ["hermes", "llama3_json", "qwen3_coder", "pythonic"])
 def test_many_optional_properties(walker: Walker, format_: str) -> None:
     """Wherever one stands, all that follow it may come next."""
@@ -297,6 +298,7 @@ WRITTEN: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.parametrize("walker", ["texts"], indirect=True)
 @pytest.mark.parametrize("format_", WRITTEN)
 def test_as_many_tools_as_a_request_may_have(walker: Walker, format_: str) -> None:
     tools = [strict(f"f{number}" if number else "f", None) for number in range(MAX_TOOLS)]
@@ -346,6 +348,7 @@ def test_schemas_with_too_many_alternatives_at_once(schema: Any, count: int) -> 
         grammar.json_schema(schema)
 
 
+@pytest.mark.parametrize("walker", ["texts"], indirect=True)
 @pytest.mark.parametrize("format_", ["hermes", "llama3_json", "qwen3_coder", "pythonic"])
 def test_a_long_enum_takes_no_longer(walker: Walker, format_: str) -> None:
     tool = strict("f", {"properties": {"x": {"enum": [f"value {number}" for number in range(3000)]}}})
@@ -356,6 +359,7 @@ def test_a_long_enum_takes_no_longer(walker: Walker, format_: str) -> None:
     assert time.process_time() - begun < 3
 
 
+@pytest.mark.parametrize("walker", ["texts"], indirect=True)
 def test_many_alternatives_are_followed(walker: Walker) -> None:
     kinds = [
         {"properties": {"kind": {"const": f"k{number}"}, "a": {"type": "string"}}, "required": ["kind"]}

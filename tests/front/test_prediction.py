@@ -36,7 +36,7 @@ def client() -> Iterator[openai.OpenAI]:
 def ask(client: openai.OpenAI, prediction: Any = None, **fields: Any) -> Any:
     extra = {} if prediction is None else {"prediction": {"type": "content", "content": prediction}}
     return client.chat.completions.create(
-        **{"model": "specserve-chat", "messages": QUESTION, "temperature": 0, "max_tokens": 60, "seed": 1}
+        **{"model": "specserve-chat", "messages": QUESTION, "temperature": 0, "max_tokens": 40, "seed": 1}
         | extra
         | fields
     )  # type: ignore[call-overload]

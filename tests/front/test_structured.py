@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from specserve import grammar
+from tests.engines import Checkpoints
 from tests.front.conftest import Serve
 from tests.front.live import Live, live
 
@@ -126,9 +127,8 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    flags = ["--speculative-algorithm", "EAGLE3", "--device", "cpu", "--dtype", "float32"]
-    with live(flags, {}) as found:
+def server(small_chat: Checkpoints) -> Iterator[Live]:
+    with live([*small_chat.flags("EAGLE3"), "--device", "cpu", "--dtype", "float32"], {}) as found:
         yield found
 
 
