@@ -8,13 +8,15 @@ and version then starts without compiling.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specserve.config import load_settings
+from specserve.config import load_settings, unused
+from specserve.config.notes import log_notes
 from specserve.config.sources import FlagParser, exit_code, own_options
 from specserve.logs import configure_logging
 
@@ -46,6 +48,7 @@ def _compile(own: argparse.Namespace, flags: Sequence[str]) -> None:
         raise ValueError(f"--processes: must be at least 1, found {own.processes}")
     given = load_settings(flags)
     configure_logging("warning")
+    log_notes(logging.getLogger(__name__), unused(flags))
     if given.device == "cpu":
         raise ValueError("--device cpu: nothing is compiled for a CPU")
     from specserve_kernels.ops.device import Gpu, Limits, this_gpu

@@ -17,7 +17,7 @@ from functools import partial
 from typing import NoReturn
 
 from specserve import __version__
-from specserve.config import Settings, load_settings, resolve_paths, service_links
+from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import exit_code
 from specserve.logs import adopt_loggers, configure_logging
@@ -47,7 +47,7 @@ def _serve(arguments: Sequence[str], build: Build) -> int:
     configure_logging(given.log_level, given.log_format)
     # Once, for both processes: a wrong path is reported at once, and both read the same revision.
     local, notes = resolve_paths(given)
-    notes = service_links() | notes
+    notes = unused(arguments) | notes
     adopt_loggers()
     log_notes(log, notes)
     from specserve.server.run import run_server

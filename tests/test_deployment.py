@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from specserve.config import Settings, load_settings, service_links
+from specserve.config import Settings, load_settings, unused
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "examples" / "docker"
@@ -224,7 +224,7 @@ class TestKubernetes:
     def test_services_set_no_settings(self, manifests: dict[str, Any], pod: Any) -> None:
         """A Service named specserve would otherwise replace SPECSERVE_PORT by tcp://..., which is no port."""
         name = manifests["Service"]["metadata"]["name"].upper() + "_PORT"
-        assert service_links({name: "tcp://10.0.0.1:80"})
+        assert unused([], {name: "tcp://10.0.0.1:80"})
         assert pod["enableServiceLinks"] is False
 
 

@@ -3,7 +3,7 @@
 from specserve.config.paths import resolve_paths
 from specserve.config.resolve import resolve
 from specserve.config.settings import SETTINGS, Settings
-from specserve.config.sources import load_settings, make_settings, service_links
+from specserve.config.sources import load_settings, make_settings, unused
 
 __all__ = [
     "SETTINGS",
@@ -12,5 +12,5 @@ __all__ = [
     "make_settings",
     "resolve",
     "resolve_paths",
-    "service_links",
+    "unused",
 ]

@@ -37,7 +37,8 @@ VALUE_TYPES: dict[type, ValueType] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``refused``: values outside of ``choices`` that users try, in lower case, and what to do instead."""
+    """One setting. Of values outside of ``choices`` that users try, in lower case: ``synonyms`` of ours, ``foreign``
+    ones, which are accepted and stand for the default, and ``refused``, with what to do instead."""
 
     name: str
     kind: type
@@ -45,6 +46,8 @@ class Setting:
     help: str
     group: str
     choices: Sequence[str] = ()
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     low: float = -math.inf
@@ -115,7 +118,7 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
     if not kind.accepts(value):
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
         raise ValueError(f"{label}: must be {_words(declared)}, found {found}")
-    if declared.choices and value not in declared.choices:
+    if declared.choices and value not in (*declared.choices, *declared.foreign):
         if why := declared.refused.get(value.lower()):
             raise ValueError(f"{label}: {value} is refused: {why}")
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
@@ -136,7 +139,10 @@ def _convert(declared: Setting, raw: Any, label: str) -> Value:
             value = VALUE_TYPES[declared.kind].parse(text)
         except (ValueError, KeyError):
             raise ValueError(f"{label}: must be {_words(declared)}, found {text!r}") from None
-        return {choice.lower(): choice for choice in declared.choices}.get(text.lower(), value)
+        names = {name.lower(): name for name in (*declared.choices, *declared.foreign)} | {
+            **declared.synonyms
+        }
+        return names.get(text.lower(), value)
     if declared.takes_numbers and type(raw) in (int, float):
         return str(raw)
     if declared.kind is tuple and isinstance(raw, list):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from specserve.config.notes import Notes
-from specserve.config.settings import FP8_KV, NO_OPS, ROUNDED, Settings
+from specserve.config.settings import FP8_KV, NO_OPS, ROUNDED, SETTINGS, Settings
 from specserve.config.speculation import (
     resolve_slowdown,
     resolve_speculation,
@@ -79,6 +79,8 @@ def _quantization(settings: Settings, model: ModelConfig, notes: Notes) -> Setti
 
 
 def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
+    if settings.attention_backend in SETTINGS["attention_backend"].foreign:
+        settings = settings.without(["attention_backend"], ": this server has no such backend", notes)
     backend, device, dtype = settings.attention_backend, settings.device, settings.dtype
     if backend in ("triton", "flashinfer"):
         if device != "cuda":
@@ -102,20 +104,20 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
 
 def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     given, dtype = settings.kv_cache_dtype, settings.dtype
-    if given in ("fp8", FP8_KV):
+    if given == FP8_KV:
         if settings.attention_backend == "flashinfer":
             raise ValueError(
                 f"--kv-cache-dtype {given}: not supported by --attention-backend flashinfer; use triton or torch"
             )
-        return replace(settings, kv_cache_dtype=FP8_KV)
+        return settings
     if given == "auto":
         return settings.choose("kv_cache_dtype", dtype, "the type of the computed keys and values", notes)
-    if given not in (dtype, "bf16" if dtype == "bfloat16" else dtype):
+    if given != dtype:
         raise ValueError(
             f"--kv-cache-dtype {given}: keys and values are computed in --dtype {dtype}; accepted are auto, {dtype} "
             f"and {FP8_KV}"
         )
-    return replace(settings, kv_cache_dtype=dtype)
+    return settings
 
 
 def _deterministic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

@@ -74,6 +74,13 @@ class Settings:
         "Type of weights and activations. auto: float32 on cpu; on cuda the checkpoint's own, or bfloat16 for "
         "float32.",
         choices=("auto", "bfloat16", "float16", "float32", "float64"),
+        synonyms={
+            "half": "float16",
+            "fp16": "float16",
+            "bf16": "bfloat16",
+            "float": "float32",
+            "fp32": "float32",
+        },
     )
     quantization: str = model(
         "none",
@@ -196,15 +203,16 @@ class Settings:
         "Attention implementation. auto: triton on cuda (torch for float64 and for head sizes other than 32, 64, 128 "
         "and 256), torch on cpu.",
         choices=("auto", "torch", "triton", "flashinfer"),
+        synonyms={"triton_attn": "triton", "torch_native": "torch"},
+        foreign=("fa3", "fa4", "flash_attn", "trtllm_mha", "flex_attention", "aiter", "wave"),
     )
     kv_cache_dtype: str = engine(
         "auto",
-        "Type of the KV cache, of model and draft. fp8_e4m3 (or fp8): float8_e4m3fn, rounded before anything reads it, "
-        "with the checkpoint's scales or 1. It takes half the memory of 16 bits, so the pool holds twice the tokens. "
-        "Texts differ from those with 16 bits, but not between drafts and none. A GPU needs compute capability 8.9 or "
-        "higher. auto: the type of --dtype; the checkpoint's scales are not used. Any other type must be that of "
-        "--dtype.",
-        choices=("auto", "bfloat16", "bf16", "float16", "float32", "float64", FP8_KV, "fp8"),
+        "Type of the KV cache, of model and draft. fp8_e4m3 (or fp8): float8_e4m3fn, with the checkpoint's scales or "
+        "1, in half the memory of 16 bits. Texts differ from those with 16 bits, but not between drafts and none. A "
+        "GPU needs compute capability 8.9. auto: that of --dtype, as any other type must be.",
+        choices=("auto", "bfloat16", "float16", "float32", "float64", FP8_KV),
+        synonyms={"fp8": FP8_KV, "bf16": "bfloat16", "half": "float16"},
         refused={
             "fp8_e5m2": f"it has a mantissa bit less than {FP8_KV}, for a range that keys and values do not need; "
             f"use {FP8_KV}"

@@ -14,11 +14,38 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from specserve.config.declare import Setting, convert, flag_of
-from specserve.config.notes import CHOSEN, Notes
+from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import GROUPS, SETTINGS, Settings
 
 PREFIX = "SPECSERVE_"
-_EDIT = "edit config.json; for a draft use --speculative-draft-config-override"
+_ONE_PROCESS = "the model runs in one process on one device"
+_FILES = "the checkpoint's files decide: safetensors or pytorch_model.bin"
+_NO_EFFECT = {
+    "--cuda-graph-bs": "graphs are captured for all numbers of requests up to --cuda-graph-max-bs",
+    "--cuda-graph-sizes": "graphs are captured for all numbers of requests up to --cuda-graph-max-bs",
+    "--disable-log-stats": "they are lines of the log, which --log-level warning hides",
+    "--disable-uvicorn-access-log": "see --disable-log-requests",
+    "--enable-auto-tool-choice": "tools are chosen freely unless a request says otherwise",
+    "--enable-cache-report": "usage always tells cached tokens",
+    "--enable-chunked-prefill": "long prompts are always prefilled in chunks",
+    "--enable-log-requests": "each call has a line in the log",
+    "--enable-metrics": "metrics are always at /metrics",
+    "--enable-mixed-chunk": "prompts and steps are launched separately",
+    "--enable-prefix-caching": "prefixes are cached unless --disable-radix-cache",
+    "--grammar-backend": "llguidance is the only backend",
+    "--guided-decoding-backend": "llguidance is the only backend",
+    "--limit-mm-per-prompt": "only text is read",
+    "--load-format": _FILES,
+    "--log-requests": "each call has a line in the log, without its content",
+    "--sampling-backend": "the only sampler is keyed by position, so that drafts never change the text",
+    "--schedule-conservativeness": "requests are preempted if memory runs out, and continue later",
+    "--schedule-policy": "requests are served by priority, then in order of arrival",
+    "--skip-server-warmup": "there are no requests to warm up with: kernels are compiled before",
+    "--stream-interval": "tokens are sent as they come",
+    "--swap-space": "weights and KV pool stay on the device",
+    "--tokenizer-mode": "the tokenizer's files decide",
+}
+"""SGLang's and vLLM's flags that are taken on the command line, with a warning that says why they change nothing."""
 _NOT_TAKEN = {
     **dict.fromkeys(
         (
@@ -32,28 +59,19 @@ _NOT_TAKEN = {
             ),
             *("--nnodes", "--distributed-executor-backend"),
         ),
-        "the model runs in one process on one device",
+        _ONE_PROCESS,
     ),
-    **dict.fromkeys(("--cpu-offload-gb", "--swap-space"), "weights and KV pool stay on the device"),
+    "--cpu-offload-gb": "weights and KV pool stay on the device",
     **dict.fromkeys(("--enable-lora", "--lora-paths"), "adapters are not served"),
-    **dict.fromkeys(("--grammar-backend", "--guided-decoding-backend"), "llguidance is the only backend"),
     **dict.fromkeys(
         ("--hf-overrides", "--json-model-override-args"),
         "edit config.json; for a draft use --speculative-draft-config-override",
     ),
-    "--disable-log-stats": "they are lines of the log, which the server's --log-level warning hides",
-    "--enable-metrics": "metrics are always at /metrics",
-    "--limit-mm-per-prompt": "only text is read",
-    "--load-format": "the checkpoint's files decide: safetensors or pytorch_model.bin",
-    "--log-requests": "prompts and answers are never logged",
     "--override-generation-config": "edit generation_config.json, or use --sampling-defaults openai",
-    "--sampling-backend": "the only sampler is keyed by position, so that drafts never change the text",
-    "--schedule-policy": "requests are served by priority, then in order of arrival",
 }
 """SGLang's and vLLM's flags that are refused, and why."""
 _ELSEWHERE = {
     "--block-size": "--page-size",
-    "--enable-auto-tool-choice": "--tool-call-parser",
     "--enforce-eager": "--disable-cuda-graph",
     "--generation-config": "--sampling-defaults (model for auto, openai for vllm)",
     "--gpu-memory-utilization": "--mem-fraction-static",
@@ -71,22 +89,31 @@ _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declare
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings from every source. Raises ValueError naming the setting and the source at fault."""
-    given = vars(_parse_arguments(argv))
+    """Read the settings from every source. Raises ValueError naming the setting and the source at fault, and of the
+    command line all that are."""
+    given, problems = _parse_arguments(argv)
     path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
-    values: dict[str, Any] = {
-        name: convert(SETTINGS[name], raw, SETTINGS[name].flag) for name, raw in given.items()
-    }
+    values: dict[str, Any] = {}
+    for name, raw in given.items():
+        try:
+            values[name] = convert(SETTINGS[name], raw, SETTINGS[name].flag)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
     values |= _from_environment(environ, values)
     values |= _from_yaml(Path(path), values) if path else {}
     return Settings(**values)
 
 
-def service_links(environ: Mapping[str, str] = os.environ) -> Notes:
-    """Return a note on the variables that Kubernetes made for Services with names like ours, if it made any."""
+def unused(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Notes:
+    """Return notes on what was given and is not read: flags of other servers that change nothing here, and variables
+    that Kubernetes made for Services with names like ours."""
+    flags = [flag for flag in dict.fromkeys(each.partition("=")[0] for each in argv) if flag in _NO_EFFECT]
+    notes = {f"{flag} has no effect: {_NO_EFFECT[flag]}": UNUSED for flag in flags}
     variables = sorted(key for key, text in environ.items() if _is_link(key, text))
     note = f"{', '.join(variables)}: not read: Kubernetes makes such variables for a Service"
-    return {note: CHOSEN} if variables else {}
+    return notes | ({note: CHOSEN} if variables else {})
 
 
 _LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
@@ -159,13 +186,18 @@ def _named(
 def _unknown(noun: str, name: str, spell: Callable[[str], str], known: Iterable[str]) -> str:
     """Say what to do about a name that is no setting's."""
     flag = flag_of(name)
-    if flag in _NOT_TAKEN:
-        return f"not accepted: {_NOT_TAKEN[flag]}; leave it out"
+    if why := _NOT_TAKEN.get(flag) or _NO_EFFECT.get(flag):
+        return f"not accepted: {why}; leave it out"
     if flag in _ELSEWHERE:
         ours = re.sub("--([a-z-]+)", lambda match: spell(match[1].replace("-", "_")), _ELSEWHERE[flag])
         return f"unknown {noun}; here it is {ours}"
     (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    if _SWITCH.sub("", name) == _SWITCH.sub("", nearest):
+        return f"unknown {noun}; leave it out: there is only {spell(nearest)}"
     return f"unknown {noun}; the nearest known one is {spell(nearest)}"
+
+
+_SWITCH = re.compile("^(no_)?(enable_|disable_)?")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -197,15 +229,17 @@ def own_options(
     return options, flags
 
 
-def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of known flags, and what is wrong with the rest."""
     namespace, unknown = _parser().parse_known_args(argv)
     if unknown and not unknown[0].startswith("-"):
         raise ValueError(f"unexpected argument {unknown[0]!r}: settings are given as --name value")
-    if unknown:
-        flag = unknown[0].split("=")[0]
-        name = flag.lstrip("-").replace("-", "_")
-        raise ValueError(f"{flag}: {_unknown('flag', name, flag_of, [*_BY_NAME, 'config', 'help'])}")
-    return namespace
+    flags = dict.fromkeys(each.split("=")[0] for each in unknown if re.match("--?[a-zA-Z]", each))
+    known = [*_BY_NAME, "config", "help"]
+    problems = [
+        f"{flag}: {_unknown('flag', flag.lstrip('-').replace('-', '_'), flag_of, known)}" for flag in flags
+    ]
+    return {name: value for name, value in vars(namespace).items() if name in (*SETTINGS, "config")}, problems
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,6 +251,8 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, `name: value` a line.")
+    for flag in _NO_EFFECT:
+        parser.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
     groups = {group: parser.add_argument_group(group) for group in GROUPS}
     for declared in SETTINGS.values():
         shape, help = _shape(declared), declared.help.replace("%", "%%")

@@ -21,7 +21,7 @@ from specserve.config import (
     make_settings,
     resolve,
     resolve_paths,
-    service_links,
+    unused,
 )
 from specserve.config import paths as config_paths
 from specserve.config.notes import Notes, log_notes
@@ -101,9 +101,9 @@ def test_variables_of_kubernetes_are_no_settings() -> None:
     """For Services named specserve and specserve-chat."""
     assert load_settings([], LINKS) == Settings()
     assert load_settings(["--port", "5"], {**LINKS, "SPECSERVE_PAGE_SIZE": "64"}).port == 5
-    (note,) = service_links({**LINKS, "SPECSERVE_PAGE_SIZE": "64", "HOME": "x"})
+    (note,) = unused([], {**LINKS, "SPECSERVE_PAGE_SIZE": "64", "HOME": "x"})
     assert note == f"{', '.join(sorted(LINKS))}: not read: Kubernetes makes such variables for a Service"
-    assert service_links({"SPECSERVE_PORT": "30000"}) == {}
+    assert unused([], {"SPECSERVE_PORT": "30000"}) == {}
     for name, text in (
         ("SPECSERVE_PORT", "http://x"),
         ("SPECSERVE_CHAT_PORT", "80"),
@@ -147,6 +147,8 @@ def test_values_of_all_kinds() -> None:
     ("line", "environ", "words"),
     [
         ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
+        ("--enable-radix-cache", {}, "unknown flag; leave it out: there is only --disable-radix-cache"),
+        ("--no-disable-cuda-graph", {}, "unknown flag; leave it out: there is only --disable-cuda-graph"),
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
         ("--kv-cache-dtype FP8_E5M2", {}, "--kv-cache-dtype: FP8_E5M2 is refused: it has a mantissa bit less than"),
         ("--quantization=gguf", {}, "--quantization: must be one of none, fp8, int8, int4, awq, gptq"),
@@ -183,6 +185,7 @@ def test_values_of_all_kinds() -> None:
         ("--cpu-threads 100000", {}, "the cores of this machine, found 100000"),
         ("--max-running-requests 65537", {}, "--max-running-requests: must be from 1 to 65536, found 65537"),
         ("--config /nowhere.yaml", {}, "/nowhere.yaml can't be read"),
+        ("", {"SPECSERVE_ENABLE_METRICS": "1"}, "not accepted: metrics are always at /metrics; leave it out"),
         ("", {"SPECSERVE_PAGESIZE": "3"}, "unknown setting; the nearest known one is SPECSERVE_PAGE_SIZE"),
         ("", {"SPECSERVE_PORT": "x"}, "SPECSERVE_PORT: must be an integer"),
         ("", {"SPECSERVE_MODEL": "a", "SPECSERVE_MODEL_PATH": "b"}, "given twice"),
@@ -195,9 +198,49 @@ def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str)
     assert "\n" not in str(error.value)
 
 
+def test_all_wrong_flags_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        load("--foo -3 --port x --dp=2 --max-model-len 5 --enable-metrics --page-size 16")
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "--foo",
+        "--dp",
+        "--max-model-len",
+        "--port",
+    ]
+
+
+def test_flags_of_other_servers_that_change_nothing() -> None:
+    """Those in the commands that people copy; each is told with its reason."""
+    line = (
+        "--enable-metrics --cuda-graph-bs 1 2 4 --skip-server-warmup --load-format=auto --port 5 "
+        "--enable-auto-tool-choice --dtype half --attention-backend FA3"
+    )
+    found = load(line)
+    assert (found.port, found.dtype, found.attention_backend) == (5, "float16", "fa3")
+    notes = list(unused(line.split(), {}))
+    assert [note.split()[0] for note in notes] == [
+        "--enable-metrics",
+        "--cuda-graph-bs",
+        "--skip-server-warmup",
+        "--load-format",
+        "--enable-auto-tool-choice",
+    ]
+    assert notes[0] == "--enable-metrics has no effect: metrics are always at /metrics"
+
+
+def test_other_names_of_values() -> None:
+    assert load("--dtype BF16 --kv-cache-dtype fp8").kv_cache_dtype == "fp8_e4m3"
+    assert make_settings(dtype="half").dtype == "float16"
+    found, notes = resolve(Settings(attention_backend="fa3", device="cpu"), LLAMA)
+    assert found.attention_backend == "torch"
+    assert "--attention-backend has no effect: this server has no such backend" in notes
+
+
 def test_what_is_always_refused_is_not_listed() -> None:
     for declared in SETTINGS.values():
-        assert not set(declared.refused) & {choice.lower() for choice in declared.choices}
+        taken = {choice.lower() for choice in declared.choices}
+        assert not {*declared.refused, *declared.synonyms, *declared.foreign} & taken
+        assert {*declared.synonyms.values()} <= {*declared.choices}
     assert "fp8_e5m2" not in settings_reference()
 
 

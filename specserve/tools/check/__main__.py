@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import own_options
 from specserve.config.speculation import SHAPE
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         settings = load_settings(flags)
         configure_logging("warning")
+        log_notes(log, unused(flags))
         _check(settings, options, report)
     except ValueError as error:
         report.error = str(error)

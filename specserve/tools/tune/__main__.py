@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import exit_code, own_options
 from specserve.frontend.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ def tune(options: Namespace, flags: Sequence[str]) -> None:
     """Run the search and write its results. Raises ValueError for what can't be tuned."""
     given = load_settings(flags)
     configure_logging("warning")
+    log_notes(log, unused(flags))
     if options.plot is not None:
         check_plot()
     check_outputs(options)
