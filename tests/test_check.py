@@ -38,7 +38,7 @@ from tests.reference.quantized import quantize
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 SMALL = DeviceMemory(2**16, 2**16)
-FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
+FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "12"]
 
 
 @pytest.fixture(scope="module")
