@@ -44,12 +44,10 @@ def test_what_leaves_one_token_is_greedy(dtype: str, agreeing: Checkpoints) -> N
 def test_extreme_parameters_give_the_plain_text(dtype: str, agreeing: Checkpoints) -> None:
     drafted = agreeing.scheduler("EAGLE3", (3, 2, 6), dtype=dtype)
     plain = make_scheduler(agreeing.target, dtype=dtype)
-    for each in EXTREME:
-        params = SamplingParams(**{"max_tokens": 8, "seed": 1} | each)
-        tokens = answer_one(drafted, PROMPT, params).tokens
-        assert tokens == answer_one(plain, PROMPT, params).tokens, each
-        assert len(tokens) == 8
-        assert all(0 <= token < 64 for token in tokens)
+    work = [(PROMPT, SamplingParams(**{"max_tokens": 8, "seed": 1} | each)) for each in EXTREME]
+    found = [answer.tokens for answer in answer_all(drafted, work)]
+    assert found == [answer.tokens for answer in answer_all(plain, work)]
+    assert all(len(tokens) == 8 and all(0 <= token < 64 for token in tokens) for tokens in found)
 
 
 @pytest.mark.parametrize("name", ["top_k", "max_tokens", "min_tokens"])

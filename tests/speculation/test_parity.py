@@ -127,7 +127,7 @@ def test_log_probabilities_of_drafted_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_bit_depends_on_the_size_of_pages(dtype: str, random_models: Checkpoints) -> None:
     """A CPU adds up several scores at a time; pages of one token must leave none over."""
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     found = [
         answer_one(make_scheduler(random_models.target, dtype=dtype, page_size=size), PROMPTS[0], params)
         for size in (1, 4, 16)

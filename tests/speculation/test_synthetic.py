@@ -21,10 +21,10 @@ PROMPTS = [[1, 5, 9, 33], [7, 7, 2], [40, 3, 22, 9, 11, 8]]
 
 
 def drawn(models: Checkpoints, rates: str | None, shape: tuple[int, int, int] = CHAIN) -> Scheduler:
-    return models.scheduler("EAGLE3", shape, speculative_synthetic_acceptance=rates)
+    return models.scheduler("EAGLE3", shape, max_running_requests=8, speculative_synthetic_acceptance=rates)
 
 
-def params(index: int, tokens: int = 40) -> SamplingParams:
+def params(index: int, tokens: int = 20) -> SamplingParams:
     return SamplingParams(temperature=index % 2, seed=index, max_tokens=tokens, ignore_eos=True)
 
 
@@ -56,7 +56,7 @@ def test_each_draft_is_accepted(random_models: Checkpoints) -> None:
     [("1", 1), ("2.5", 2.5), ("0.9,0.5,0", 1 + 0.9 + 0.45), ("0.7", 1 + 0.7 + 0.49 + 0.343)],
 )
 def test_the_mean_is_the_one_asked_for(random_models: Checkpoints, rates: str, mean: float) -> None:
-    work = [(PROMPTS[i % 3], params(i, 120)) for i in range(8)]
+    work = [(PROMPTS[i % 3], params(i, 60)) for i in range(8)]
     found = answer_all(drawn(random_models, rates), work)
     assert tokens_per_step(found) == pytest.approx(mean, abs=0.15)
 
