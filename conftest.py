@@ -27,6 +27,7 @@ LONGEST = (
     "test_compile",
     "test_lossless",
     "test_triton_engine",
+    "test_weight_formats",
     "test_conformance",
     "test_faults",
     "test_constrained",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +20,14 @@ from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.hydra import make_hydra
 from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
-from tests.reference.models import load_checkpoint, make_llama, save_checkpoint
+from tests.reference.models import load_checkpoint, make_llama, make_qwen2, save_checkpoint
 from tests.reference.p_eagle import make_p_eagle
+from tests.reference.quantized import WIDE, quantize
 from tests.reference.redrafter import make_redrafter
 from tests.reference.standalone import first_layer, make_pard
+
+Quantized = Callable[[str], Path]
+"""A checkpoint's directory, by dialect."""
 
 
 def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
@@ -69,6 +75,25 @@ def agreeing_32(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     path = tmp_path_factory.mktemp("agreeing_32")
     target = make_llama(path / "target", hidden=64, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04)
     return _agreeing(path, target, rank=48, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target in 16 bits, which is quantized in published dialects."""
+    return make_qwen2(tmp_path_factory.mktemp("plain") / "target", **WIDE, std=0.08, branch_scale=0.1)
+
+
+@pytest.fixture(scope="session")
+def dialects(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """``plain`` in a dialect, made once."""
+    path = tmp_path_factory.mktemp("dialects")
+    return cache(lambda dialect: quantize(plain, path / dialect.replace(" ", "_"), dialect))
+
+
+@pytest.fixture
+def quantized(dialects: Quantized, tmp_path: Path) -> Quantized:
+    """A copy, which may be changed."""
+    return lambda dialect: shutil.copytree(dialects(dialect), tmp_path / "target")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specserve.config import make_settings
+from specserve.config import Settings, make_settings
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.models import checkpoint
@@ -23,25 +23,22 @@ from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
+from tests.conftest import Quantized
 from tests.engines import held_as_on_a_gpu
 from tests.reference import llama
-from tests.reference.models import load_checkpoint, make_llama, make_qwen2, save_checkpoint
+from tests.reference.models import load_checkpoint, make_llama, save_checkpoint
 from tests.reference.packed_bits import awq, by_activations, gptq, pack_quantized
 from tests.reference.quantized import (
     DIALECTS,
     PROJECTIONS,
     awq_config,
+    configure,
     dequantize,
     gptq_config,
     packed_group,
     quantize,
 )
-from tests.test_weight_formats import CPU, TOKENS, WIDE, configure, load, logits_of
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen2(tmp_path_factory.mktemp("plain") / "target", **WIDE, std=0.08, branch_scale=0.1)
+from tests.test_weight_formats import CPU, TOKENS, load, logits_of
 
 
 def in_any_order(inputs: int, group: int, weight: Tensor) -> Tensor:
@@ -356,3 +353,41 @@ def test_what_a_weight_lacks_is_named(
     save_checkpoint(path, state, config, safetensors=True)
     with pytest.raises(ValueError, match=found):
         load(path)
+
+
+def settings_of(model: Path, dtype: str) -> Settings:
+    given: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_total_tokens": 64}
+    return make_settings(model_path=str(model), dtype=dtype, **given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_memory_that_weights_take(quantized: Quantized, plain: Path, device: str) -> None:
+    """On a GPU a byte a number, in steps of 128 inputs, and four for a scale: of a block, or of each output of one
+    in which a part ends."""
+    given = settings_of(plain, "float32")
+    path = quantized("fp8 blocks")
+    before, found = (
+        expected_memory(
+            replace(resolve_engine(replace(given, model_path=str(each)))[2], device=device)
+        ).weights
+        for each in (plain, path)
+    )
+    numbers = 384 * 192 + 192 * 192 + 640 * 192 + 192 * 320
+    values, scales = 384 * 256 + 192 * 256 + 640 * 256 + 192 * 384, 384 * 2 + 2 * 2 + 640 * 2 + 2 * 3
+    assert before - found == (0 if device == "cpu" else 2 * 4 * numbers - 2 * (values + 4 * scales))
+
+
+def test_the_memory_that_4_bits_take(quantized: Quantized, plain: Path) -> None:
+    """Half a byte a number, in steps of 64 inputs, words of two groups' scales and of four groups' zero points."""
+    given = settings_of(plain, "bfloat16")
+    path = quantized("awq")
+    before, found = (
+        expected_memory(
+            replace(resolve_engine(replace(given, model_path=str(each)))[2], device="cuda")
+        ).weights
+        for each in (plain, path)
+    )
+    outputs = {192: 384 + 192 + 640, 320: 192}
+    numbers = sum(i * o for i, o in outputs.items())
+    words = sum((-(-i // 128) + -(-i // 256)) * o for i, o in outputs.items())
+    assert before - found == 2 * (2 * numbers - numbers // 2 - 4 * words)

@@ -23,6 +23,9 @@ from tests.reference.packed_bits import (
     pack_quantized_weight,
 )
 
+WIDE: dict[str, Any] = {"hidden": 192, "inner": 320, "heads": 4, "kv_heads": 2, "head_dim": 48, "layers": 2}
+"""Sizes of a target: q ends within a block, k and v too; blocks of inputs and of outputs are short."""
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -251,3 +254,17 @@ def write_side_file(path: Path) -> None:
         "modelopt": {"producer": {"name": "modelopt"}, "quantization": fields},
     }
     (path / SIDE_FILES[method]).write_text(json.dumps(side[method]))
+
+
+def configure(path: Path, **fields: Any) -> Path:
+    """Give a checkpoint's ``quantization_config`` other fields, None for none."""
+    config = json.loads((path / "config.json").read_text())
+    found = {**config["quantization_config"], **fields}
+    config["quantization_config"] = {name: each for name, each in found.items() if each is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def scaled(**fields: Any) -> dict[str, Any]:
+    """compressed-tensors' configuration with other fields of its group's weights."""
+    return compressed({**FLOAT8, "strategy": "tensor", **fields}, "float-quantized")
