@@ -27,7 +27,7 @@ from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
 from specserve.core import SamplingParams
 from specserve.frontend.answers import Form, Formats
-from specserve.frontend.conversation import plain
+from specserve.frontend.conversation import plain, turn
 from specserve.frontend.fields import encodable
 from specserve.frontend.generation import Job
 from specserve.frontend.parsers.registry import choose_format
@@ -120,8 +120,9 @@ class _Model:
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any] | None,
         parallel_tool_calls: bool | None,
+        ends: tuple[bool | None, bool],
     ) -> list[PromptJobs]:
-        """Return the requests of conversations, or of one."""
+        """Return the requests of conversations, or of one. ``ends``: as ``turn`` takes them."""
         if isinstance(messages, str):
             raise ValueError(
                 'messages must be a list of messages such as [{"role": "user", "content": "..."}]'
@@ -143,7 +144,7 @@ class _Model:
             texts = []
             for index, conversation in enumerate([messages] if one else messages):
                 try:
-                    texts.append(_render(tokenizer, conversation, calls, variables))
+                    texts.append(_render(tokenizer, conversation, calls, variables, ends))
                 except ValueError as error:
                     raise ValueError(f"{'' if one else f'conversation {index}: '}{error}") from None
             params = self._params(sampling_params, len(texts))
@@ -254,6 +255,8 @@ class LLM(_Model):
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, in order, through the model's chat template.
 
@@ -261,11 +264,12 @@ class LLM(_Model):
         unless the model calls a tool. ``chat_template``, a text or a file, is used instead of the model's.
         ``chat_template_kwargs`` are variables that it reads, such as ``enable_thinking``. ``tools``, ``tool_choice``
         and ``parallel_tool_calls`` are OpenAI's and apply to all conversations; calls are returned in ``tool_calls``.
+        With ``continue_final_message`` the answer continues the last message, which is the assistant's; with
+        ``add_generation_prompt`` false the assistant's turn is not begun.
         """
-        template = chat_template, chat_template_kwargs
-        requests = self._plan_chat(
-            messages, sampling_params, *template, tools, tool_choice, parallel_tool_calls
-        )
+        asked = chat_template, chat_template_kwargs, tools, tool_choice, parallel_tool_calls
+        ends = add_generation_prompt, continue_final_message
+        requests = self._plan_chat(messages, sampling_params, *asked, ends)
         return self._run(requests, use_tqdm, "conversation {}")
 
     def __enter__(self) -> Self:
@@ -308,11 +312,13 @@ class AsyncLLM(_Model):
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, as ``generate`` does a prompt. Parameters are those of ``LLM.chat``."""
-        template = chat_template, chat_template_kwargs
-        asked = messages, sampling_params, *template, tools, tool_choice, parallel_tool_calls
-        return self._stream(partial(self._plan_chat, *asked))
+        asked = chat_template, chat_template_kwargs, tools, tool_choice, parallel_tool_calls
+        ends = add_generation_prompt, continue_final_message
+        return self._stream(partial(self._plan_chat, messages, sampling_params, *asked, ends))
 
     async def __aenter__(self) -> Self:
         return self
@@ -336,11 +342,17 @@ class AsyncLLM(_Model):
                 yield call.output(0)
 
 
-def _render(tokenizer: Tokenizer, messages: object, calls: Calls, variables: Mapping[str, Any] | None) -> str:
+def _render(
+    tokenizer: Tokenizer,
+    messages: object,
+    calls: Calls,
+    variables: Mapping[str, Any] | None,
+    ends: tuple[bool | None, bool],
+) -> str:
     """Return a conversation as text."""
     if not (conversation := plain(messages)):
         raise ValueError("messages must not be empty")
-    return tokenizer.render(conversation, calls.tools, variables)
+    return tokenizer.render(conversation, calls.tools, variables, turn(conversation, *ends))
 
 
 def _chat_request(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
@@ -18,6 +19,25 @@ MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # text parts and tool calls of a conversation
 
 Conversation = Sequence[Mapping[str, Any]]
+Turn = Mapping[str, bool]
+"""How a rendered conversation ends, as ``turn`` returns it."""
+ANSWER: Turn = MappingProxyType({"add_generation_prompt": True})
+
+
+def turn(
+    messages: Conversation, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> Turn:
+    """Return the arguments of a chat template's rendering: by default it ends where the assistant begins an answer.
+    Raises FieldError unless the last message can be continued, if it shall be."""
+    if not continue_final_message:
+        return ANSWER if add_generation_prompt is not False else {"add_generation_prompt": False}
+    if add_generation_prompt:
+        raise FieldError("continue_final_message", "only without add_generation_prompt: true")
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not last.get("content") or last.get("tool_calls"):
+        words = "only if the last message is the assistant's and has content but no tool_calls"
+        raise FieldError("continue_final_message", words)
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 class TextPart(Strict):

@@ -17,7 +17,7 @@ from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from specserve.core import FieldError
-from specserve.frontend.conversation import Conversation, in_order
+from specserve.frontend.conversation import ANSWER, Conversation, Turn, in_order
 from specserve.frontend.fitting import Way, fit
 from specserve.frontend.tools import Tool
 
@@ -48,19 +48,20 @@ class ChatTemplate:
         messages: Conversation,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
+        turn: Turn = ANSWER,
     ) -> str:
-        """Return the text up to where the assistant answers. What a strict template refuses or leaves out is written in
-        another way (see ``fitting``). What it leaves out all the same is logged once, and so are other ways. Raises
-        ValueError with the reason if there is no template or it refuses the messages, and FieldError if it leaves out a
-        function. ``variables``: further variables of the template, such as ``enable_thinking``; FieldError for one that
-        it does not read."""
+        """Return the text up to where the assistant answers, or as ``turn`` says. What a strict template refuses or
+        leaves out is written in another way (see ``fitting``). What it leaves out all the same is logged once, and so
+        are other ways. Raises ValueError with the reason if there is no template or it refuses the messages, and
+        FieldError if it leaves out a function. ``variables``: further variables of the template, such as
+        ``enable_thinking``; FieldError for one that it does not read."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         self._check_variables(variables or {})
         if any(True for _ in textual(messages)):
             self._note("arguments", "is given arguments of tool calls that are not a JSON object")
         given, text = self._fitted(
-            Given(in_order(messages), [tool.plain() for tool in tools], variables or {})
+            Given(in_order(messages), [tool.plain() for tool in tools], variables or {}, turn)
         )
         self._check_tools(given, text)
         self._note_names(given.messages, text)
@@ -118,7 +119,7 @@ class ChatTemplate:
                 list(given.messages),
                 tools=list(given.tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                **given.turn,
                 **given.variables,
             )
         )
@@ -198,11 +199,12 @@ def replace_template(tokenizer: Any, given: str) -> None:
 
 
 class Given(NamedTuple):
-    """What a chat template is given: messages, tools in its form, and further variables."""
+    """What a chat template is given: messages, tools in its form, further variables, and how it ends."""
 
     messages: Conversation
     tools: Sequence[Any] = ()
     variables: Mapping[str, Any] = {}
+    turn: Turn = ANSWER
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from specserve.frontend.conversation import Conversation
+from specserve.frontend.conversation import ANSWER, Conversation, Turn
 from specserve.frontend.template import ChatTemplate, replace_template
 from specserve.frontend.tools import Tool
 
@@ -90,19 +90,21 @@ class Tokenizer:
         most: int | None = None,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
+        turn: Turn = ANSWER,
     ) -> list[int]:
         """Return the ids of a conversation, ``render``ed. ``most`` as for ``encode``."""
-        return self._encode(self.render(messages, tools, variables), most, False)
+        return self._encode(self.render(messages, tools, variables, turn), most, False)
 
     def render(
         self,
         messages: Conversation,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
+        turn: Turn = ANSWER,
     ) -> str:
-        """Return the text of a conversation up to where the assistant answers. Raises ValueError with the reason.
-        ``variables`` are the template's."""
-        return self._template.render(messages, tools, variables)
+        """Return the text of a conversation up to where the assistant answers, or as ``turn`` says. Raises ValueError
+        with the reason. ``variables`` are the template's."""
+        return self._template.render(messages, tools, variables, turn)
 
     def with_template(self, given: str) -> Tokenizer:
         """Return this tokenizer with another chat template, a text or a file. Raises ValueError."""

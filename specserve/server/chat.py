@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from specserve.core import MAX_COUNT, MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
 from specserve.frontend.answers import Form
-from specserve.frontend.conversation import Messages, Variables, joined, of_request
+from specserve.frontend.conversation import Messages, Variables, joined, of_request, turn
 from specserve.frontend.fields import Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
@@ -54,7 +54,6 @@ class ChatRequest(GenerationRequest):
         "audio": Refusal("only text is supported"),
         "modalities": Refusal("only text is supported", ["text"]),
         "verbosity": Refusal("the verbosity of a model can't be set", "medium"),
-        "add_generation_prompt": Refusal("the generation prompt is always added", True),
         "web_search_options": Refusal("there is no web search"),
         "moderation": Refusal("nothing is moderated"),
         "store": Refusal("nothing is stored", False),
@@ -72,6 +71,10 @@ class ChatRequest(GenerationRequest):
     """Alternatives for each token; only with `logprobs`."""
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template, such as `enable_thinking`. Others are refused unless false or null."""
+    add_generation_prompt: bool | None = None
+    """false: the prompt ends after the last message, and the assistant's turn is not begun."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message, which is the assistant's; only without `add_generation_prompt` true."""
     reasoning_effort: Text | None = None
     """Only for a chat template that reads it. `none` sets `enable_thinking` to false in `chat_template_kwargs`."""
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
@@ -137,8 +140,11 @@ async def _encode(front: Front, served: Served, request: ChatRequest, calls: Cal
     if effort is not None:
         implied = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     tools, messages = calls.tools if calls else (), of_request(request.messages)
+    ends = turn(messages, request.add_generation_prompt, request.continue_final_message)
     try:
-        return await front.tokenizing.encode_chat(messages, served.capacity, tools, {**implied, **given})
+        return await front.tokenizing.encode_chat(
+            messages, served.capacity, tools, {**implied, **given}, ends
+        )
     except FieldError as error:
         if effort is None or error.param != "chat_template_kwargs.reasoning_effort":
             raise

@@ -18,7 +18,7 @@ import msgspec
 from specserve.config import Settings, make_settings
 from specserve.core import Capacity, FieldError, prediction_limit
 from specserve.frontend.answers import Formats
-from specserve.frontend.conversation import Conversation
+from specserve.frontend.conversation import ANSWER, Conversation, Turn
 from specserve.frontend.generation import Generation, Job, TokenStatistics
 from specserve.frontend.parsers.registry import FORMATS, choose_format
 from specserve.frontend.tokenizer import Tokenizer, TooLong
@@ -109,9 +109,10 @@ class Tokenizing:
         capacity: Capacity,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
+        turn: Turn = ANSWER,
     ) -> list[int]:
         """Return the tokens of a conversation. Raises ApiError with the template's reason, or as ``encode`` does."""
-        arguments = messages, capacity.room, tools, variables
+        arguments = messages, capacity.room, tools, variables, turn
         try:
             return await self._prompt("messages", capacity, self._needed("messages").encode_chat, *arguments)
         except FieldError:

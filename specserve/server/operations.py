@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from specserve import __version__
 from specserve.core import FieldError
-from specserve.frontend.conversation import Messages, Variables, of_request
+from specserve.frontend.conversation import Messages, Variables, of_request, turn
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.frontend.tools import Tools
 from specserve.messages import CostTotals, Stats, StepTotals
@@ -33,6 +33,10 @@ class TokenizeRequest(Strict):
     messages: Messages | None = None
     """A conversation, tokenized as by chat."""
     chat_template_kwargs: Variables | None = None
+    """As in chat; only with `messages`."""
+    add_generation_prompt: bool | None = None
+    """As in chat; only with `messages`."""
+    continue_final_message: bool | None = None
     """As in chat; only with `messages`."""
     tools: Tools | None = None
     """Tools of the conversation; only with `messages`."""
@@ -105,14 +109,14 @@ def add_operations(app: FastAPI, front: Front) -> None:
         capacity = front.serving(request.model).capacity
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "give either prompt or messages")
-        if request.tools and request.messages is None:
-            raise FieldError("tools", "only with messages")
-        if request.chat_template_kwargs and request.messages is None:
-            raise FieldError("chat_template_kwargs", "only with messages")
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+            if getattr(request, name) and request.messages is None:
+                raise FieldError(name, "only with messages")
         if request.messages is not None:
             messages = of_request(request.messages)
             variables = request.chat_template_kwargs
-            work = front.tokenizing.encode_chat(messages, capacity, request.tools or (), variables)
+            ends = turn(messages, request.add_generation_prompt, request.continue_final_message)
+            work = front.tokenizing.encode_chat(messages, capacity, request.tools or (), variables, ends)
         else:
             work = front.tokenizing.encode(request.prompt or "", "prompt", capacity)
         tokens = await unless_left(http.receive, work)

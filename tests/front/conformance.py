@@ -234,6 +234,10 @@ def continues(seen: Seen) -> None:
     assert seen.answer.usage.prompt_tokens > seen.ask().answer.usage.prompt_tokens
 
 
+def shorter(seen: Seen) -> None:
+    assert seen.answer.usage.prompt_tokens < seen.ask().answer.usage.prompt_tokens
+
+
 def two_prompts(seen: Seen) -> None:
     assert seen.texts == [seen.ask(prompt=prompt).text for prompt in ("a", "b")]
 
@@ -484,7 +488,6 @@ CASES: list[Case] = [
             ("parallel_tool_calls", "valid boolean", False, 1),
             ("functions", "its newer name is tools", [], [{"name": "f"}]),
             ("function_call", "its newer name is tool_choice", "none", "auto"),
-            ("add_generation_prompt", "the generation prompt is always added", True, False),
             ("modalities", "only text is supported", ["text"], ["text", "audio"]),
             ("audio", "only text is supported", None, {"format": "wav", "voice": "x"}),
             ("reasoning_effort", "the effort can't be set", "none", "low"), ("verbosity", "verbosity", "medium", "low"),
@@ -539,6 +542,16 @@ CASES: list[Case] = [
     *refused("thinking_token_budget", "--reasoning-parser", 64, **CHAT_ONLY),
     *honoured("reasoning_field", same, "reasoning_content", "reasoning", **CHAT_ONLY),
     *refused("reasoning_field", "'reasoning_content' or 'reasoning'", "thought", **CHAT_ONLY),
+    *honoured("add_generation_prompt", same, True, **CHAT_ONLY),
+    *honoured("add_generation_prompt", shorter, False, **CHAT_ONLY),
+    *honoured("continue_final_message", same, False, **CHAT_ONLY),
+    *refused("continue_final_message", "only if the last message is the assistant's", True, **CHAT_ONLY),
+    Case(
+        "continue_final_message",
+        {**messages(ASKED, {"role": "assistant", "content": "1."}), "continue_final_message": True},
+        continues,
+        **CHAT_ONLY,
+    ),
     *honoured("chat_template_kwargs", same, {}, {"enable_thinking": False}, **CHAT_ONLY),
     *refused("chat_template_kwargs", "does not read it", {"enable_thinking": True}, **CHAT_ONLY),
     *refused("chat_template_kwargs", "is set by the server", {"messages": []}, **CHAT_ONLY),

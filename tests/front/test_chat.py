@@ -110,6 +110,28 @@ def test_parts_and_developer_messages(serve: Serve) -> None:
     )
 
 
+def test_how_the_prompt_ends(serve: Serve) -> None:
+    client, engine = serve("Hi there!")
+
+    def prompt(**fields: Any) -> str:
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "So "}]
+        answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": said, **fields})
+        if answer.status_code != 200:
+            return str(answer.json()["error"]["message"])
+        assert answer.json()["choices"][0]["message"]["content"] == "Hi there!"
+        counted = client.post("/tokenize", json={"messages": said, **fields}).json()
+        assert counted["tokens"] == engine.submitted[-1].token_ids
+        return bytes(counted["tokens"]).decode()
+
+    assert prompt() == "user:Hello\nassistant:So \nassistant:"
+    assert prompt(add_generation_prompt=False) == "user:Hello\nassistant:So \n"
+    assert prompt(continue_final_message=True) == "user:Hello\nassistant:So "
+    assert prompt(continue_final_message=True, add_generation_prompt=False) == "user:Hello\nassistant:So "
+    assert "only without add_generation_prompt" in prompt(
+        continue_final_message=True, add_generation_prompt=True
+    )
+
+
 def test_several_choices(serve: Serve) -> None:
     client, engine = serve("Hi!")
     body = post(client, n=3, seed=5).json()

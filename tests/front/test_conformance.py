@@ -34,7 +34,7 @@ EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens"
               "speculation", "return_speculation", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
               "guided_grammar", "json_schema", "regex", "ebnf",
               "priority", "length_penalty", "use_beam_search",
-              "add_generation_prompt", "skip_special_tokens", "include_stop_str_in_output",
+              "add_generation_prompt", "continue_final_message", "skip_special_tokens", "include_stop_str_in_output",
               "return_token_ids", "chat_template_kwargs", "reasoning_field",
               "thinking_token_budget"}  # fmt: skip
 HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]

@@ -433,6 +433,11 @@ def test_chat(llm: LLM) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert texts(llm.chat([{"role": "user", "content": parts}])) == ["user:hi\nassistant:"]
     assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), use_tqdm=True)) == ["user", "user"]
+    begun = [*one, {"role": "assistant", "content": "So"}]
+    assert texts(llm.chat(begun, continue_final_message=True)) == ["user:hi\nassistant:So"]
+    assert texts(llm.chat(begun, add_generation_prompt=False)) == ["user:hi\nassistant:So\n"]
+    with pytest.raises(ValueError, match="only if the last message is the assistant's"):
+        llm.chat(one, continue_final_message=True)
 
 
 TOOLS: list[Any] = [

@@ -57,6 +57,15 @@ def contents(message: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in block.model_dump().items() if k != "id"} for block in message.content]
 
 
+def test_a_started_answer_is_continued(ask: Ask) -> None:
+    api, engine = ask()
+    started = [*GOOD["messages"], {"role": "assistant", "content": "Hi th"}]
+    answer = api.messages.create(**{**GOOD, "messages": started})
+    assert prompt(engine) == "user:hi;assistant:Hi th"
+    assert [block.text for block in answer.content] == ["Hi there!"], "what the engine says comes after it"
+    assert api.messages.count_tokens(model="tiny", messages=started).input_tokens == len(prompt(engine))
+
+
 def test_text(ask: Ask) -> None:
     api, engine = ask(api_key="secret")
     system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
@@ -279,7 +288,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         said(*[TEXT] * 9000, {"type": "tool_result", "tool_use_id": "1", "content": [TEXT] * 9000}),
         "messages: Messages should have at most 16384",
     ),
-    (said(role="assistant"), "messages.0.role: not supported: "),
+    (
+        {"messages": [{"role": "assistant", "content": ""}]},
+        "messages.0: only if the last message is the assistant's",
+    ),
     (
         said({"type": "tool_use", "id": "1", "name": "f", "input": [1]}, role="assistant"),
         "messages.0.content.0.input: ",

@@ -192,7 +192,7 @@ class CountTokensRequest(Strict):
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "mcp_servers": Refusal("the server runs no tools", []),
-        "prefill": Refusal("a started answer can't be continued"),
+        "prefill": Refusal("the answer continues a last message of the assistant"),
         "user_profile_id": Refusal("there are no user profiles"),
         "workspace_id": Refusal("there are no workspaces"),
         "speed": Refusal("there is one speed", "standard"),
@@ -202,7 +202,7 @@ class CountTokensRequest(Strict):
     messages: Annotated[
         ListOf[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(few_parts)
     ]
-    """The conversation; the user's turn is the last."""
+    """The conversation. A last message of the assistant is continued by the answer."""
     system: Texts | None = None
     """A system message before the conversation; blocks are joined as they are."""
     tools: Annotated[ListOf[Annotated[MessageTool, _CUSTOM]], Field(max_length=MAX_TOOLS)] | None = None
@@ -217,13 +217,6 @@ class CountTokensRequest(Strict):
     """Only edits that change nothing are accepted."""
     cache_control: CacheControl | None = None
     """Changes nothing."""
-
-    @model_validator(mode="after")
-    def _check(self) -> CountTokensRequest:
-        if self.messages[-1].role == "assistant":
-            words = "a started answer can't be continued: the last message must be the user's"
-            raise fault("unsupported", f"not supported: {words}", f"messages.{len(self.messages) - 1}.role")
-        return self
 
     def unheeded(self, holds_budgets: bool) -> Iterator[str]:
         """Yield what in the request has no effect, and why. ``holds_budgets``: thinking budgets work."""
@@ -261,10 +254,12 @@ class CountTokensRequest(Strict):
             "tool_choice": kinds[choice.type],
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": {"enable_thinking": False} if off else None,
+            "continue_final_message": self.messages[-1].role == "assistant",
             "response_format": schema and {"type": "json_schema", "json_schema": schema},
         }
         names = {
             "messages": "messages",
+            "continue_final_message": f"messages.{len(self.messages) - 1}",
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
             "tool_choice.function": "tool_choice",
             "response_format": "output_config.format",

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from msgspec import Struct
 from starlette.responses import Response
 
-from specserve.frontend.conversation import of_request, read_object
+from specserve.frontend.conversation import of_request, read_object, turn
 from specserve.frontend.generation import Job
 from specserve.frontend.parsers.base import parts
 from specserve.server.anthropic import schema
@@ -66,7 +66,8 @@ async def _count(front: Front, request: CountTokensRequest) -> Response:
         served = front.serving(made.model)
         calls, messages = calls_of(served, made), of_request(made.messages)
         tools, variables = calls.tools if calls else (), made.chat_template_kwargs
-        prompt = await front.tokenizing.encode_chat(messages, served.capacity, tools, variables)
+        ends = turn(messages, None, made.continue_final_message)
+        prompt = await front.tokenizing.encode_chat(messages, served.capacity, tools, variables, ends)
     return Json(schema.TokenCount(len(prompt)))
 
 
