@@ -241,8 +241,8 @@ def test_nothing_is_drafted_for_tokens_that_nobody_asked_for() -> None:
 
 @pytest.mark.parametrize("pause", [0.0, 5.0])
 def test_a_pause_is_no_loss_of_the_probe_that_it_meets(pause: float) -> None:
-    found, hard, easy = controller(), Device([0.2] * 32), Device([0.8] * 32)
-    hard.run(found.choose, found.observe, 500)
+    found, hard, easy = controller(), Device([0.2] * 64), Device([0.8] * 64)
+    hard.run(found.choose, found.observe, 1000)
     probes = 0
 
     def observe(shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
@@ -253,7 +253,7 @@ def test_a_pause_is_no_loss_of_the_probe_that_it_meets(pause: float) -> None:
         found.observe(shape, batch, outcome, seconds)
         batch.probed_at = None
 
-    hard.run(found.choose, observe, 800)
+    hard.run(found.choose, observe, 1500)
     assert probes
     levels = list[int]()
 
@@ -261,8 +261,8 @@ def test_a_pause_is_no_loss_of_the_probe_that_it_meets(pause: float) -> None:
         levels.append((shape := found.choose(batch)).levels)
         return shape
 
-    easy.run(choose, found.observe, 400)
-    assert mode(levels[250:]) > 0
+    easy.run(choose, found.observe, 600)
+    assert mode(levels[400:]) > 0
 
 
 @pytest.mark.parametrize("slots", [1, 16])
