@@ -40,6 +40,8 @@ def types_are_remembered() -> Iterator[None]:
     def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(prod(sizes))
 
+    scalar = shape_of(())
+
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if key not in blocks:
@@ -49,7 +51,7 @@ def types_are_remembered() -> Iterator[None]:
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = getattr(type, "shape_and_numel", shape_of(()))
+        self.shape, self.numel = getattr(type, "shape_and_numel", scalar)
 
     def block_of(element_ty: Any, shape: Any) -> Any:
         if element_ty.__class__ is not core.dtype:
