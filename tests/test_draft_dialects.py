@@ -27,7 +27,7 @@ from tests.speculation.test_drafted_tree import check_step, check_steps
 
 PROMPT = [(7 * i + i * i) % 64 for i in range(37)]
 CHUNK = 16
-COUNT = 4  # tokens whose steps are checked
+COUNT = 3  # tokens whose steps are checked
 CHAIN, TREE = (3, 1, 4), (3, 2, 6)
 HIDDEN = 32
 Make = Callable[[Path, Path], Path]
