@@ -104,7 +104,7 @@ _GRAMMAR = "use grammar, with a function of specserve.grammar"
 _NO_BEAMS = "there is no beam search"
 _ELSEWHERE = {
     "allowed_token_ids": _GRAMMAR,
-    "bad_words": "use logit_bias",
+    "bad_words": "use grammar=specserve.grammar.without([...])",
     "best_of": "answers are not ranked; n returns several",
     "detokenize": "use the setting skip_tokenizer_init",
     "early_stopping": _NO_BEAMS,

@@ -5,6 +5,6 @@
 Anything in a schema or an expression that can't be enforced is refused, never ignored.
 """
 
-from specserve.constraints.grammar import choice, ebnf, json_object, json_schema, lark, regex
+from specserve.constraints.grammar import choice, ebnf, json_object, json_schema, lark, regex, without
 
-__all__ = ["choice", "ebnf", "json_object", "json_schema", "lark", "regex"]
+__all__ = ["choice", "ebnf", "json_object", "json_schema", "lark", "regex", "without"]

@@ -18,13 +18,15 @@ Fault = Literal["request", "server", "unavailable", "timeout", "aborted"]
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """A new request. ``choice`` numbers the ``n`` answers of one call and keys the sampler's noise. ``tenant``
-    identifies the caller: one tenant's answers are never proposed as drafts to another."""
+    identifies the caller: one tenant's answers are never proposed as drafts to another, and cached prefixes are shared
+    only with requests of the same ``salt``."""
 
     rid: str
     token_ids: list[int]
     params: SamplingParams
     choice: int = 0
     tenant: str = ""
+    salt: str = ""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

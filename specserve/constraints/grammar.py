@@ -92,6 +92,14 @@ def choice(texts: Sequence[str]) -> str:
     return lark("start: CHOICE\nCHOICE: " + " | ".join(map(quoted, texts)))
 
 
+def without(texts: Sequence[str]) -> str:
+    """Return a grammar of all texts that contain none of ``texts``, none of which may be empty. Raises ValueError."""
+    if not texts or not all(texts):
+        raise ValueError("must be one or more texts, none of them empty")
+    bad = " | ".join(map(quoted, texts))
+    return lark(f"start: TEXT\nTEXT: ANY & ~(ANY BAD ANY)\nANY: /(?s:.*)/\nBAD: {bad}")
+
+
 def quoted(text: str) -> str:
     """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

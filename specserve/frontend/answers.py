@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -80,6 +80,11 @@ class Formats:
     ) -> Formats:
         """Make a tokenizer's formats. Reasoning ends with a line break. Not safe while another thread tokenizes."""
         return cls(tokenizer, calls, tokenizer.encode_answer(f"\n{CLOSE}") if reasoning else None, ends)
+
+    @property
+    def unseparated(self) -> Formats:
+        """Return the formats with reasoning as part of the content."""
+        return replace(self, close=None)
 
     def plan(
         self,

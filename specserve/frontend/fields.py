@@ -49,6 +49,7 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+SomeText = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
 
 
 class Refusal:

@@ -69,7 +69,7 @@ class Generation:
     """Run the jobs of one call. Call ``start``, read ``deltas`` to their end, and always ``close``.
 
     ``name``: a common name of the jobs, by default a new one. ``timeout``: seconds after which unfinished jobs are
-    aborted. ``tenant``: the caller, as in ``Submit``.
+    aborted. ``tenant`` and ``salt``: as in ``Submit``.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Generation:
         name: str | None = None,
         timeout: float | None = None,
         tenant: str = "",
+        salt: str = "",
     ) -> None:
         self.jobs = jobs
         self.name = name or uuid.uuid4().hex
@@ -90,7 +91,7 @@ class Generation:
         self._clock = clock
         self._statistics = statistics
         self._timeout = timeout
-        self._tenant = tenant
+        self._caller = tenant, salt
         self._rids = {f"{self.name}-{index}": index for index in range(len(jobs))}
         self._outputs = [
             output_processor(tokenizer, job.prompt, job.params, job.parser, job.by_token) for job in jobs
@@ -114,7 +115,7 @@ class Generation:
         self._started = [time.monotonic()] * len(self.jobs)
         self._first_at, self._last = list(self._started), list(self._started)
         requests = [
-            Submit(rid, list(job.prompt), job.params, job.choice, self._tenant)
+            Submit(rid, list(job.prompt), job.params, job.choice, *self._caller)
             for rid, job in zip(self._rids, self.jobs, strict=True)
         ]
         self._inbox = self._engine.submit(requests, self.name)

@@ -13,7 +13,8 @@ from itertools import islice, takewhile
 
 from specserve.kv.allocator import PageAllocator
 
-Key = tuple[int, ...]
+Key = tuple[int | str, ...]
+"""The tokens of a page; of the first, after its salt if it has one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,17 +40,17 @@ class RadixCache:
         self._oldest: list[tuple[int, int, _Node]] = []
         self.num_pages = 0
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Return the pages of the longest cached prefix of ``tokens``. The caller takes references before anything else
-        runs."""
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """Return the pages of the longest cached prefix of ``tokens`` that was inserted with the same ``salt``. The
+        caller takes references before anything else runs."""
         pages: list[int] = []
-        for node, matched in self._walk(self._keys(tokens)):
+        for node, matched in self._walk(self._keys(tokens, salt)):
             pages += node.pages[:matched]
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
         """Add a sequence with its whole ``pages``; parts that are already cached keep the tree's pages."""
-        keys = self._keys(tokens)[: len(pages)]
+        keys = self._keys(tokens, salt)[: len(pages)]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
             node, done = step, done + matched
@@ -87,9 +88,10 @@ class RadixCache:
         """Yield every page of the tree."""
         return (page for node in self.nodes() for page in node.pages)
 
-    def _keys(self, tokens: Sequence[int]) -> list[Key]:
+    def _keys(self, tokens: Sequence[int], salt: str) -> list[Key]:
         size = self._page_size
-        return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
+        keys: list[Key] = [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
+        return [(salt, *keys[0]), *keys[1:]] if salt and keys else keys
 
     def _walk(self, keys: list[Key]) -> Iterator[tuple[_Node, int]]:
         """Yield each node on the way down that shares pages with ``keys``, and how many."""

@@ -140,6 +140,10 @@ class EngineClient:
             if not self.without_engine:
                 self._tell(Abort(rid))
 
+    def has_call(self, name: str) -> bool:
+        """Return whether a call of this name has open requests."""
+        return any(box.name == name for box in self._inboxes.values())
+
     def end_calls(self, name: str | None, message: str) -> int:
         """End the open requests of a call, or of all calls for None, and tell them so. Return how many there were."""
         inboxes = [box for box in dict.fromkeys(self._inboxes.values()) if name in (None, box.name)]

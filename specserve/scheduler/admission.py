@@ -69,6 +69,7 @@ class Admission:
             effect=RequestEffect.of(draft_cap(params), params),
             submitted=submitted,
             tenant=message.tenant,
+            salt=message.salt,
             scores=None if params.prompt_logprobs is None else [],
         )
 

@@ -27,7 +27,7 @@ class Memory:
         compute. Return how many tokens are cached."""
         if self.cache is None:
             return 0
-        cached = self.cache.match(tokens[: len(tokens) - 1])
+        cached = self.cache.match(tokens[: len(tokens) - 1], request.salt)
         self.allocator.share(cached)
         self.allocator.release(request.pages[: len(cached)])
         request.pages[: len(cached)] = cached
@@ -37,7 +37,7 @@ class Memory:
         """Return how many tokens the cache could give the request once ``other`` has computed its prompt; 0 if they do
         not include the page that the request needs next."""
         page = slice(request.prefilled, request.prefilled + self.page_size)
-        if self.cache is None or request.context[page] != other.context[page]:
+        if self.cache is None or (request.salt, request.context[page]) != (other.salt, other.context[page]):
             return 0
         most = min(len(request.context) - 1, len(other.context))
         same = next(compress(count(), map(ne, request.context, other.context)), most)
@@ -91,8 +91,8 @@ class Memory:
             return False
         request.remembered = whole
         tokens, own = request.tokens[: whole * self.page_size], request.pages[:whole]
-        self.cache.insert(tokens, own)
-        cached = self.cache.match(tokens)
+        self.cache.insert(tokens, own, request.salt)
+        cached = self.cache.match(tokens, request.salt)
         self.allocator.share(cached)
         self.allocator.release(own)
         request.pages[:whole] = cached

@@ -17,7 +17,7 @@ from specserve.speculation.state import RowInit
 @dataclass(slots=True, eq=False)
 class Request:
     """``limit``: most tokens, prompt included. ``stop_ids`` end it, after at least ``min_tokens`` output tokens.
-    ``tenant``: as in ``Submit``."""
+    ``tenant`` and ``salt``: as in ``Submit``."""
 
     rid: str
     prompt: Sequence[int]
@@ -30,6 +30,7 @@ class Request:
     effect: RequestEffect
     submitted: float  # when it came, before its grammar was compiled
     tenant: str = ""
+    salt: str = ""
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1

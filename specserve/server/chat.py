@@ -54,6 +54,8 @@ class ChatRequest(GenerationRequest):
         "audio": Refusal("only text is supported"),
         "modalities": Refusal("only text is supported", ["text"]),
         "verbosity": Refusal("the verbosity of a model can't be set", "medium"),
+        "add_special_tokens": Refusal("the chat template writes them", False),
+        "stream_reasoning": Refusal("reasoning is streamed as it comes", True),
         "web_search_options": Refusal("there is no web search"),
         "moderation": Refusal("nothing is moderated"),
         "store": Refusal("nothing is stored", False),
@@ -79,6 +81,8 @@ class ChatRequest(GenerationRequest):
     """Only for a chat template that reads it. `none` sets `enable_thinking` to false in `chat_template_kwargs`."""
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Maximum number of tokens in a thought; then the mark that ends it is written. Only with `--reasoning-parser`."""
+    separate_reasoning: bool | None = None
+    """false leaves reasoning in the content (SGLang's)."""
     reasoning_field: ReasoningField | None = None
     """The answer's field for reasoning; `reasoning` is its newer name in vLLM. Default: `reasoning_content`."""
     tools: Tools | None = None
@@ -121,12 +125,22 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
             predicted = await front.tokenizing.encode_prediction(text, served.capacity)
             params = msgspec.structs.replace(params, prediction=predicted)
         assert served.formats is not None, "the prompt was tokenized"
-        plan = partial(served.formats.plan, prompt, params, request.choices, calls, form)
         makes_grammar = form is not None or (calls is not None and calls.constrained_by is not None)
+        formats = served.formats
+        if request.separate_reasoning is False:
+            if makes_grammar or request.thinking_token_budget is not None:
+                words = (
+                    "false can't be combined with a form of the answer, required calls or a thinking budget"
+                )
+                raise FieldError("separate_reasoning", words)
+            formats = formats.unseparated
+        plan = partial(formats.plan, prompt, params, request.choices, calls, form)
         params, parsers = await asyncio.to_thread(plan) if makes_grammar else plan()
         served.capacity.check(prompt, params, "messages")
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         jobs = [
-            Job(prompt, params, choice, request.streams_runs, parser) for choice, parser in enumerate(parsers)
+            Job(prompt, unscored if choice else params, choice, request.streams_runs, parser)
+            for choice, parser in enumerate(parsers)
         ]
         writer = make(front, request, jobs)
         writer.generation.submit()
@@ -243,8 +257,10 @@ class _ChatWriter(Writer):
             said, logprobs = message(found.events, self._new_id, self._field), self._logprobs(found.logprobs)
             ids = self._ids(found.token_ids)
             choices.append(ChatChoice(index, said, logprobs, self._reason(found), ids))
-        usage, prompt = self._usage(), self._prompt_ids(0)
-        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt)
+        usage, prompt, scores = self._usage(), self._prompt_ids(0), await self._prompt_scores(0)
+        return ChatCompletion(
+            **self._head, choices=choices, usage=usage, prompt_token_ids=prompt, prompt_logprobs=scores
+        )
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
         """Yield for each choice its role, its pieces as they arrive and its finish reason; last the total usage, if

@@ -53,6 +53,8 @@ class CompletionRequest(GenerationRequest):
     """The answer begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of the answer's tokens, with this many alternatives for each."""
+    add_special_tokens: bool | None = None
+    """false: a prompt of text gets no special tokens from the tokenizer, such as one that begins it."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of tokens in an answer, 0 for the prompt alone. Default: 16."""
 
@@ -86,7 +88,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
         if form is not None:
             params = await asyncio.to_thread(constrained, params, form, served.no_grammars)
         prompts = [
-            await _Prompt.of(front.tokenizing, item, name, served.capacity, params, request.echo)
+            await _Prompt.of(front.tokenizing, item, name, served.capacity, params, request)
             for name, item in given.items()
         ]
         writer = _CompletionWriter(front, request, prompts, params)
@@ -110,7 +112,7 @@ def _params(served: Served, request: CompletionRequest) -> SamplingParams:
         served.info,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=0 if request.logprobs is None and request.candidates > request.choices else request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        echoed_logprobs=request.logprobs if request.echo else None,
     )
 
 
@@ -155,12 +157,13 @@ class _Prompt:
         param: str,
         capacity: Capacity,
         params: SamplingParams,
-        echo: bool | None,
+        request: CompletionRequest,
     ) -> _Prompt:
         """Encode a prompt. Raises FieldError, with the prompt called ``param``, if the engine would refuse it."""
-        tokens = await tokenizing.encode(given, param, capacity) if isinstance(given, str) else given
+        special = request.add_special_tokens is not False
+        tokens = await tokenizing.encode(given, param, capacity, special) if isinstance(given, str) else given
         capacity.check(tokens, params, param)
-        if not echo:
+        if not request.echo:
             return cls(tokens, "")
         if isinstance(given, str):
             return cls(tokens, given)
@@ -202,6 +205,7 @@ class _CompletionWriter(Writer):
                 if self._request.echo:
                     found = _after(await self._repeat(prompt, index), found)
                 found.prompt_token_ids = self._prompt_ids(prompt * self._request.candidates)
+                found.prompt_logprobs = await self._prompt_scores(prompt * self._request.candidates)
                 choices.append(found)
         return Completion(**self._head, choices=choices, usage=self._usage())
 

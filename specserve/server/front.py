@@ -98,10 +98,12 @@ class Tokenizing:
         for waiting in self._waiting:
             waiting.cancel()
 
-    async def encode(self, text: str, param: str, capacity: Capacity) -> list[int]:
-        """Return the tokens of a prompt. Raises FieldError naming ``param`` for a text far longer than the context."""
+    async def encode(self, text: str, param: str, capacity: Capacity, special: bool = True) -> list[int]:
+        """Return the tokens of a prompt, with the ``special`` ones that the tokenizer adds or without. Raises
+        FieldError naming ``param`` for a text far longer than the context."""
         tokenizer = self._needed(param)
-        return await self._prompt(param, capacity, tokenizer.encode, text, capacity.room)
+        encode = tokenizer.encode if special else tokenizer.encode_answer
+        return await self._prompt(param, capacity, encode, text, capacity.room)
 
     async def encode_chat(
         self,
@@ -300,8 +302,9 @@ class Front:
             raise ApiError(404, words, "model", "model_not_found")
         return served
 
-    def generation(self, jobs: Sequence[Job], name: str) -> Generation:
-        """Return the generation of one call. ``POST /abort_request`` knows it by ``name``."""
+    def generation(self, jobs: Sequence[Job], name: str, salt: str = "") -> Generation:
+        """Return the generation of one call. ``POST /abort_request`` knows it by ``name``. ``salt``: as in
+        ``Submit``."""
         log.debug("%s: %d answers", name, len(jobs))
         return Generation(
             self.engine,
@@ -312,4 +315,5 @@ class Front:
             name=name,
             timeout=self.settings.request_timeout,
             tenant=TENANT.get(),
+            salt=salt,
         )

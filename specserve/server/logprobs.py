@@ -39,6 +39,25 @@ def chat_logprobs(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer)
     return schema.ChatLogprobs([whole(item) for item in found])
 
 
+def prompt_logprobs(
+    found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer | None
+) -> schema.PromptLogprobs:
+    """Return the ``prompt_logprobs`` of a prompt, whose first token has none, by token id as vLLM does. The rank of a
+    token that is not among the most likely ones is not known."""
+    to_bytes = token_bytes(tokenizer)
+
+    def each(item: TokenLogprob) -> dict[str, schema.PromptLogprob]:
+        ranks = {token: rank for rank, (token, _) in enumerate(item.top, 1)}
+        return {
+            str(token): schema.PromptLogprob(
+                _finite(logprob), ranks.get(token), to_bytes(token).decode(errors="replace")
+            )
+            for token, logprob in dict([(item.token_id, item.logprob), *item.top[:top]]).items()
+        }
+
+    return [None, *map(each, found)]
+
+
 class CompletionLogprobs:
     """Format the ``logprobs`` of a completion's choice, piece by piece. Text offsets begin at ``offset`` and continue
     from piece to piece. ``prompt``: the tokens before the answer, which may end within a character. ``hides_special``:

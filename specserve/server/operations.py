@@ -30,6 +30,8 @@ class TokenizeRequest(Strict):
     """One of the served names."""
     prompt: Text | None = None
     """A text, tokenized as the prompt of a completion."""
+    add_special_tokens: bool | None = None
+    """As in completions; only with `prompt`."""
     messages: Messages | None = None
     """A conversation, tokenized as by chat."""
     chat_template_kwargs: Variables | None = None
@@ -113,12 +115,15 @@ def add_operations(app: FastAPI, front: Front) -> None:
             if getattr(request, name) and request.messages is None:
                 raise FieldError(name, "only with messages")
         if request.messages is not None:
+            if request.add_special_tokens:
+                raise FieldError("add_special_tokens", "only with prompt")
             messages = of_request(request.messages)
             variables = request.chat_template_kwargs
             ends = turn(messages, request.add_generation_prompt, request.continue_final_message)
             work = front.tokenizing.encode_chat(messages, capacity, request.tools or (), variables, ends)
         else:
-            work = front.tokenizing.encode(request.prompt or "", "prompt", capacity)
+            special = request.add_special_tokens is not False
+            work = front.tokenizing.encode(request.prompt or "", "prompt", capacity, special)
         tokens = await unless_left(http.receive, work)
         return Json(schema.Tokenized(tokens, len(tokens), capacity.room))
 

@@ -10,10 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, WithJsonSchema
 
 from specserve.constraints import grammar
-from specserve.core import BIAS, MAX_CHOICES, MAX_COUNT, RANGES, FieldError, SamplingParams, Speculation
+from specserve.core import (
+    BIAS,
+    MAX_CHOICES,
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    RANGES,
+    FieldError,
+    SamplingParams,
+    Speculation,
+)
 from specserve.frontend.answers import Form
 from specserve.frontend.conversation import Texts
-from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text
+from specserve.frontend.fields import ByType, ListOf, Refusal, SomeText, Strict, Text
 from specserve.messages import EngineInfo
 from specserve.server.errors import ApiError
 
@@ -24,6 +33,7 @@ _ALWAYS = "what is asked for is always enforced"
 TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one spelling per id
 
 Schema = dict[str, Any] | bool
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -114,6 +124,8 @@ class StructuredRequest(Strict):
     """SGLang's name: a regular expression that the whole answer matches."""
     ebnf: Text | None = None
     """SGLang's name: a grammar."""
+    bad_words: ListOf[Text] | None = None
+    """Texts that the answer must not contain."""
 
 
 class StreamOptions(Strict):
@@ -195,6 +207,14 @@ class GenerationRequest(StructuredRequest):
     """The stop string or stop token that ends the answer is part of its text."""
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     """Among waiting requests the lowest value is served first, the oldest among equals. Default: 0."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the prompt's tokens, with this many alternatives for each; only without `stream`."""
+    cache_salt: SomeText | None = None
+    """Prompts share cached prefixes only with prompts of the same salt."""
+    request_id: Name | None = None
+    """The end of the answer's `id`. Default: a new one."""
+    rid: Name | None = None
+    """SGLang's name: the whole `id` of the answer."""
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and `token_ids` in each choice."""
     prediction: PredictionField | None = None
@@ -238,17 +258,20 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    prompt_logprobs: int | None = None,
+    echoed_logprobs: int | None = None,
     thinking_token_budget: int | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with the engine's defaults for those that it does not set. Raises
     FieldError or ApiError 400 naming the field."""
     if request.stream_options is not None and not request.stream:
         raise FieldError("stream_options", "only with stream: true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise FieldError("prompt_logprobs", "only without stream")
+    scored = request.prompt_logprobs, echoed_logprobs
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
+        "prompt_logprobs": max((each for each in scored if each is not None), default=None),
         "thinking_token_budget": thinking_token_budget,
         # The whole vocabulary or more is off.
         "top_k": -1 if request.top_k is not None and request.top_k >= info.vocab_size else request.top_k,
@@ -286,7 +309,7 @@ def _forms(request: StructuredRequest) -> Iterator[Form]:
         make = grammar.json_object if schema is None else partial(grammar.json_schema, schema)
         yield Form("response_format.json_schema.schema", make)
     for name, make_it in _MAKERS.items():
-        if (value := getattr(request, name)) is not None:
+        if (value := getattr(request, name)) is not None and (value or name != "bad_words"):
             yield Form(name, partial(make_it, value))
     if (outputs := request.structured_outputs) is not None:
         if not outputs.model_fields_set:
@@ -308,6 +331,7 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
     "json_schema": grammar.json_schema,
     "regex": grammar.regex,
     "ebnf": grammar.ebnf,
+    "bad_words": grammar.without,
 }
 _OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
     "json_": grammar.json_schema,

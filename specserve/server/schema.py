@@ -90,6 +90,15 @@ class TopLogprob(Body):
     bytes: list[Annotated[int, Meta(ge=0, le=255)]]
 
 
+class PromptLogprob(Body):
+    logprob: Logprob
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
@@ -145,6 +154,7 @@ class ChatCompletion(Head, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[Natural] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(Body):
@@ -199,6 +209,7 @@ class CompletionChoice(Body):
     finish_reason: Reason | None
     token_ids: list[Natural] | UnsetType = UNSET
     prompt_token_ids: list[Natural] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     speculation: Runs | UnsetType = UNSET
 
 

@@ -16,13 +16,21 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from specserve.core import SpeculationUsage
+from specserve.core import FieldError, SpeculationUsage
 from specserve.frontend.generation import Generation, Job, RequestFailed
 from specserve.frontend.output import Answer, Delta
 from specserve.server.errors import ApiError, as_answer
 from specserve.server.front import Front
+from specserve.server.logprobs import prompt_logprobs
 from specserve.server.protocol import GenerationRequest
-from specserve.server.schema import CachedTokens, CompletionTokens, Runs, SpeculationTotals, Usage
+from specserve.server.schema import (
+    CachedTokens,
+    CompletionTokens,
+    PromptLogprobs,
+    Runs,
+    SpeculationTotals,
+    Usage,
+)
 
 T = TypeVar("T")
 
@@ -50,7 +58,11 @@ class Writer(ABC):
     named_events: ClassVar[bool] = False
 
     def __init__(self, front: Front, request: GenerationRequest, jobs: Sequence[Job], prefix: str) -> None:
-        self.generation: Generation = front.generation(jobs, f"{prefix}{uuid.uuid4().hex}")
+        name = request.rid or f"{prefix}{request.request_id or uuid.uuid4().hex}"
+        if (request.rid or request.request_id) and front.engine.has_call(name):
+            field = "rid" if request.rid else "request_id"
+            raise FieldError(field, "another request that has not ended has this id")
+        self.generation: Generation = front.generation(jobs, name, request.cache_salt or "")
         self._front = front
         self._head: dict[str, Any] = {
             "id": self.generation.name,
@@ -61,6 +73,7 @@ class Writer(ABC):
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
         self._return_speculation = request.return_speculation
+        self._prompt_top = request.prompt_logprobs
         self._return_prompt_ids = bool(request.return_token_ids)
         self._with_ids = self._return_prompt_ids or front.tokenizing.tokenizer is None
         self._streams = request.stream
@@ -103,6 +116,13 @@ class Writer(ABC):
     def failed(self, error: ApiError) -> msgspec.Struct:
         """Return the last chunk of a stream that an error ends."""
         return error.body
+
+    async def _prompt_scores(self, index: int) -> PromptLogprobs | UnsetType:
+        """Return the log-probabilities of a choice's prompt, if they were asked for. A long prompt takes long."""
+        if self._prompt_top is None:
+            return UNSET
+        found, tokenizer = self.generation.answers[index].prompt_logprobs, self._front.tokenizing.tokenizer
+        return await asyncio.to_thread(prompt_logprobs, found, self._prompt_top, tokenizer)
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         """Return token ids, if they were asked for or there is no text."""

@@ -65,7 +65,13 @@ class Case:
     @property
     def streams(self) -> bool:
         """Whether there is a stream of it, which has an effect."""
-        return self.check is not same and "best_of" not in self.given
+        once = {
+            "best_of",
+            "request_id",
+            "rid",
+            "prompt_logprobs",
+        }  # or refused in a stream, or the id is taken
+        return self.check is not same and not once & self.given.keys()
 
     def id(self, route: str) -> str:
         values = "-".join(f"{value}"[:80] for value in self.given.values())
@@ -236,6 +242,27 @@ def continues(seen: Seen) -> None:
 
 def shorter(seen: Seen) -> None:
     assert seen.answer.usage.prompt_tokens < seen.ask().answer.usage.prompt_tokens
+
+
+def without_vowels(seen: Seen) -> None:
+    assert seen.text
+    assert not set("aeiou") & set(seen.text)
+    assert set("aeiou") & set(seen.ask().text)
+
+
+def called_by_name(seen: Seen) -> None:
+    assert seen.answer.id.removeprefix("chatcmpl-").removeprefix("cmpl-").startswith("name-")
+
+
+def prompt_scored(seen: Seen) -> None:
+    """The first token has none; each other has its own and the most likely ones."""
+    whole = seen.answer if seen.route == CHAT else seen.answer.choices[0]
+    first, *others = whole.model_extra["prompt_logprobs"]
+    assert first is None
+    assert len(others) == seen.answer.usage.prompt_tokens - 1
+    for each in others:
+        assert all(found["logprob"] < 0 and found["decoded_token"] for found in each.values())
+        assert sorted(found["rank"] for found in each.values() if found["rank"]) in ([], [1], [1, 2], [2])
 
 
 def two_prompts(seen: Seen) -> None:
@@ -542,6 +569,25 @@ CASES: list[Case] = [
     *refused("thinking_token_budget", "--reasoning-parser", 64, **CHAT_ONLY),
     *honoured("reasoning_field", same, "reasoning_content", "reasoning", **CHAT_ONLY),
     *refused("reasoning_field", "'reasoning_content' or 'reasoning'", "thought", **CHAT_ONLY),
+    *honoured("bad_words", without_vowels, ["a", "e", "i", "o", "u"]),
+    *honoured("bad_words", same, []),
+    *refused("bad_words", "none of them empty", [""]),
+    *honoured("cache_salt", same, "pepper"),
+    *refused("cache_salt", "at least 1 character", ""),
+    *honoured("request_id", called_by_name, "name-1"),
+    *refused("request_id", "pattern", "a b", "x" * 129),
+    *honoured("rid", called_by_name, "name-2", **CHAT_ONLY),
+    *honoured("rid", called_by_name, "name-3", **TEXT_ONLY),
+    *refused("rid", "pattern", "a b", ""),
+    *honoured("prompt_logprobs", prompt_scored, 0, 2),
+    *refused("prompt_logprobs", "less than or equal to 20", 21),
+    *honoured("add_special_tokens", same, True, **TEXT_ONLY),
+    *honoured("add_special_tokens", shorter, False, **TEXT_ONLY),
+    *honoured("add_special_tokens", same, False, **CHAT_ONLY),
+    *refused("add_special_tokens", "the chat template writes them", True, **CHAT_ONLY),
+    *honoured("separate_reasoning", same, True, False, **CHAT_ONLY),
+    *honoured("stream_reasoning", same, True, **CHAT_ONLY),
+    *refused("stream_reasoning", "reasoning is streamed as it comes", False, **CHAT_ONLY),
     *honoured("add_generation_prompt", same, True, **CHAT_ONLY),
     *honoured("add_generation_prompt", shorter, False, **CHAT_ONLY),
     *honoured("continue_final_message", same, False, **CHAT_ONLY),

@@ -35,7 +35,8 @@ EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens"
               "guided_grammar", "json_schema", "regex", "ebnf",
               "priority", "length_penalty", "use_beam_search",
               "add_generation_prompt", "continue_final_message", "skip_special_tokens", "include_stop_str_in_output",
-              "return_token_ids", "chat_template_kwargs", "reasoning_field",
+              "return_token_ids", "chat_template_kwargs", "reasoning_field", "bad_words", "cache_salt", "request_id",
+              "rid", "prompt_logprobs", "add_special_tokens", "separate_reasoning", "stream_reasoning",
               "thinking_token_budget"}  # fmt: skip
 HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]
 REFUSED = [(route, case) for case in CASES if case.refused for route in case.routes]

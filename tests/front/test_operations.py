@@ -6,6 +6,7 @@ import asyncio
 import gzip
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -16,7 +17,8 @@ from specserve.process.client import EngineClient
 from specserve.server.app import create_app
 from specserve.server.front import Front
 from tests.front.conftest import Serve
-from tests.front.fakes import READY
+from tests.front.fake_engine import FakeEngine, text_reply
+from tests.front.fakes import READY, fake_front
 
 
 def test_models(serve: Serve) -> None:
@@ -198,6 +200,48 @@ def test_tokens_of_a_text(serve: Serve) -> None:
     ).json()
     assert bytes(chat["tokens"]) == b"user:a\nassistant:"
     assert client.post("/detokenize", json={"tokens": [97, 256, 98]}).json() == {"prompt": "a<eos>b"}
+
+
+def test_names_of_requests(serve: Serve) -> None:
+    """A name is taken until its request has ended."""
+    client, engine = serve("Hi there!")
+    asked = {"model": "tiny", "prompt": "a"}
+    for _ in range(2):
+        assert client.post("/v1/completions", json={**asked, "request_id": "x"}).json()["id"] == "cmpl-x"
+        assert client.post("/v1/completions", json={**asked, "rid": "x.1"}).json()["id"] == "x.1"
+    assert engine.submitted[-1].rid == "x.1-0"
+
+
+@pytest.mark.parametrize("field", ["rid", "request_id"])
+def test_a_name_is_taken_until_its_request_ends(field: str) -> None:
+    front = fake_front(FakeEngine(text_reply("Hi there!")))
+    body = {"model": "tiny", "prompt": "a", field: "x"}
+
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(create_app(front))
+        async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+            both = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2)))
+            return [*both, await client.post("/v1/completions", json=body)]
+
+    first, second, later = asyncio.run(run())
+    front.close()
+    assert sorted([first.status_code, second.status_code]) == [200, 400]
+    refused = first if first.status_code == 400 else second
+    assert refused.json()["error"]["param"] == field
+    assert later.status_code == 200
+
+
+def test_a_salt_and_special_tokens(serve: Serve) -> None:
+    client, engine = serve("Hi there!")
+    client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "cache_salt": "s"})
+    assert engine.submitted[-1].salt == "s"
+    assert client.post("/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()["tokens"] == [
+        97
+    ]
+    wrong = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}
+    assert client.post("/tokenize", json=wrong).json()["error"]["param"] == "add_special_tokens"
+    scored = {"model": "tiny", "prompt": "a", "prompt_logprobs": 1, "stream": True}
+    assert client.post("/v1/completions", json=scored).json()["error"]["param"] == "prompt_logprobs"
 
 
 def test_tokens_of_nothing(serve: Serve) -> None:

@@ -199,6 +199,17 @@ def test_deltas(serve: Serve, stride: int) -> None:
     assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
 
 
+def test_reasoning_that_is_not_separated(serve: Serve) -> None:
+    text = "<think>hm</think>\n\nSo: 3."
+    client, _ = serve(text, reasoning_parser="qwen3")
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "separate_reasoning": False}
+    answer = client.post("/v1/chat/completions", json=asked).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    for more in ({"thinking_token_budget": 3}, {"response_format": {"type": "json_object"}}):
+        refused = client.post("/v1/chat/completions", json={**asked, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "separate_reasoning")
+
+
 @pytest.mark.parametrize("reasoning", ["none", "qwen3"])
 def test_runs_and_pieces_are_those_of_the_text(serve: Serve, reasoning: str) -> None:
     text = f"<think>hm</think>{TWO}"

@@ -273,3 +273,17 @@ def test_a_leaf_that_was_in_use_is_evicted_by_its_age() -> None:
     allocator.release(old)
     assert cache.evict(2) == 2
     assert [len(cache.match(t)) for t in [(1, 1), (3, 3)]] == [0, 2]
+
+
+def test_prefixes_of_another_salt_are_not_found() -> None:
+    allocator = PageAllocator(8)
+    cache = RadixCache(allocator, 2)
+    first, second = allocator.allocate(2), allocator.allocate(2)
+    cache.insert([1, 2, 3, 4], first)
+    cache.insert([1, 2, 3, 4], second, "salt")
+    assert cache.match([1, 2, 3, 4]) == first
+    assert cache.match([1, 2, 3, 4, 5], "salt") == second
+    assert cache.match([1, 2, 3, 4], "pepper") == []
+    allocator.release([*first, *second])
+    assert cache.clear() == 4
+    assert allocator.problems() == []

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from specserve.core import MAX_COUNT
 from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts, joined
-from specserve.frontend.fields import ByType, ListOf, Refusal, Strict, Text, fault
+from specserve.frontend.fields import ByType, ListOf, Refusal, SomeText, Strict, Text, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import MAX_STOPS, Count, Int
 from specserve.server.translate import Translation
@@ -48,7 +48,6 @@ class TextBlock(_Block):
     """A block's text."""
 
 
-StopSequence = Annotated[Text, Field(min_length=1)]
 Texts = Text | Annotated[ListOf[TextBlock], Field(max_length=MAX_PARTS)]
 
 
@@ -291,7 +290,7 @@ class MessagesRequest(CountTokensRequest):
     """Maximum number of tokens in the answer, thinking included."""
     metadata: MessageMetadata | None = None
     """Labels that change no answer."""
-    stop_sequences: Annotated[ListOf[StopSequence], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[ListOf[SomeText], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are not part of it; none may be empty."""
     stream: bool | None = None
     """Server-sent events, each with a name."""
