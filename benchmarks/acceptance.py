@@ -336,33 +336,6 @@ def table(figures: Sequence[Figures]) -> list[str]:
     return [f"| {name} | {' | '.join(each)} |" for name, each in cells.items()]
 
 
-def comparison(figures: Sequence[Figures]) -> str:
-    """Return the sentences below the table, of greedy texts: a block drafter's chain next to EAGLE-3's of the same
-    length, and the gain from copied text where answers repeat."""
-    steps = {
-        (row["method"], tuple(row["shape"] or ())): {each: row[each]["tokens_per_step"] for each in WORKLOADS}
-        | {"all": row["all"]}
-        for row in figures
-        if row["temperature"] == 0
-    }
-    block, chain = steps["DSPARK", (7, 1, 8)], steps["EAGLE3", (7, 1, 8)]
-    first, second, third, all_ = (f"{block[each] / chain[each]:.2f}" for each in (*WORKLOADS, "all"))
-    alone = steps["EAGLE3", (5, 4, 16)]
-    better = []
-    for name in ("NGRAM", "SUFFIX"):
-        both, lookup = steps[f"EAGLE3+{name}", (5, 4, 16)], steps[name, (15, 1, 16)]
-        better += [f"{both['rewriting'] / alone['rewriting']:.2f}"]
-        better += [f"{both[each] / max(alone[each], lookup[each]):.2f}" for each in WORKLOADS]
-    ngram, *of_ngram, suffix, u, v, w = better
-    return (
-        f"With greedy chains of 7, `DSPARK` gives {first} times as many tokens a step as `EAGLE3` on dialogue, "
-        f"{second} on code, {third} on rewriting and {all_} on all three. With 16 nodes on rewriting, `EAGLE3+NGRAM` "
-        f"gives {ngram} and `EAGLE3+SUFFIX` {suffix} times as many as `EAGLE3` alone. Of the better of their two "
-        f"sources `EAGLE3+NGRAM` gives {', '.join(of_ngram)} and `EAGLE3+SUFFIX` {u}, {v}, {w} times as many on the "
-        "three workloads."
-    )
-
-
 def methods() -> None:
     """Tokens a step and tokens a second of each drafting method, on dialogues, code and repeated text.
 
@@ -378,8 +351,8 @@ def methods() -> None:
     prompts included, on one thread, as the server has on two cores: by the clock, and of processor time, which
     other programs disturb less. All rows of a workload have the same texts, except where rounding in float32 breaks
     a near-tie; ``same`` counts the texts of plain decoding. A row's workloads run one after the other in one
-    engine, so SUFFIX has already generated the code that is rewritten. Prints at the end what docs/performance.md
-    shows: a table and three sentences.
+    engine, so SUFFIX has already generated the code that is rewritten. Prints at the end the table that
+    docs/performance.md shows.
     """
     parser = options(methods.__doc__)
     parser.add_argument("--prompts", type=int, default=6)
@@ -389,9 +362,7 @@ def methods() -> None:
         store = make_datastore(Path(folder))
         rows = (row for each in args.temperatures for row in measure_methods(args.prompts, each, store))
         figures = keep_rows("methods", rows, args.output)
-    print(*table(figures), "", sep="\n")
-    if 0 in args.temperatures:
-        print(comparison(figures))
+    print(*table(figures), sep="\n")
 
 
 if __name__ == "__main__":
