@@ -546,7 +546,7 @@ def main() -> None:
         launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "SUFFIX", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3+NGRAM", {1: [PLAIN], 4: [PLAIN]})
-        launch_drafted(checkpoints, "EAGLE3", {1: [PLAIN], 2: [PLAIN, FORETOLD], 20: [PLAIN]})
+        launch_drafted(checkpoints, "EAGLE3", {1: [PLAIN], 4: [FORETOLD], 20: [PLAIN]})
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 4: [PLAIN]}, integers=True)
         launch_attention(128, 1, 8)
@@ -554,8 +554,7 @@ def main() -> None:
         launch_attention(256, 20, 16, whole=False)
         launch_attention(64, 20, 16)
         launch_attention(128, 20, 16, torch.float32, whole=False)
-        for slots, nodes in ((20, 16), (1, 8)):
-            launch_attention(128, slots, nodes, scales=KVScales())
+        launch_attention(128, 20, 16, scales=KVScales())
         for tokens in (32, 64, 200):
             launch_linears(tokens)
         for tokens in (32, 64):
