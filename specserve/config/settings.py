@@ -41,18 +41,12 @@ class Settings:
         aliases=("model",),
     )
     revision: str | None = model(
-        None, "Branch, tag or commit of the model's repository on the hub. Default: its main branch."
+        None, "Branch, tag or commit of the model on the hub. Default: its main branch."
     )
-    download_dir: str | None = model(
-        None, "Cache directory for downloads from the hub. Default: the hub's own (HF_HOME)."
-    )
+    download_dir: str | None = model(None, "Directory for the hub's files. Default: the hub's own (HF_HOME).")
     tokenizer_path: str | None = model(None, "Directory or hub id of the tokenizer. Default: the model's.")
-    chat_template: str | None = model(
-        None, "Jinja chat template that replaces the tokenizer's: a file, or the text itself."
-    )
-    skip_tokenizer_init: bool = model(
-        False, "Load no tokenizer: completions take and return token ids; chat is refused."
-    )
+    chat_template: str | None = model(None, "Jinja chat template to use: a file, or the text itself.")
+    skip_tokenizer_init: bool = model(False, "Load no tokenizer: completions are of token ids, without chat.")
     trust_remote_code: bool = model(
         False,
         "Run the tokenizer code that comes with a checkpoint. Model code that comes with one is never run.",
@@ -143,18 +137,16 @@ class Settings:
         "Answers that may wait beyond max_running_requests; further requests get 429. 0: none may wait.",
         low=0,
     )
+    unknown_fields: str = server(
+        "refuse", "Refuse requests with unknown fields, or log and ignore these.", choices=("refuse", "log")
+    )
     request_timeout: float | None = server(
-        None,
-        "Seconds from a request's tokenized prompt to its end. After that it is aborted and answered 504. Default: no "
-        "limit.",
-        low=0.001,
-        high=1e9,
+        None, "Seconds from a request's tokenized prompt until it is answered 504.", low=0.001, high=1e9
     )
     max_body_bytes: int = server(16 * 2**20, "Largest request body, in bytes; a larger one gets 413.", low=1)
     timeout_keep_alive: int = server(
         120,
-        "Seconds that a connection without a request stays open after an answer. Must be longer than a load balancer "
-        "or a client keeps it for its next request, or that may meet a closed one.",
+        "Seconds that a connection stays open after an answer: longer than load balancers and clients keep it.",
         low=1,
         high=10**9,
     )
@@ -406,12 +398,10 @@ class Settings:
     )
     speculative_draft_quantization: str = speculation(
         "auto",
-        "Quantize the draft's weights to 8 bits, with a scale for each 128 inputs: int8, which is more exact and "
-        "quantizes inputs too, or fp8 (float8_e4m3fn, on GPUs of compute capability 8.9 or more). none: as they are. "
-        "On a GPU, passes of up to 128 tokens read half the bytes, from copies kept next to the weights; with fp8, "
-        "and with int8 in float32 or below compute capability 8.0, that is up to 32 tokens, and inputs stay as they "
-        "are. On a CPU and in float64 all weights are quantized and no memory is saved. This changes the drafts, "
-        "never the text. auto: int8 on a GPU in 16 bits, otherwise none.",
+        "Quantize the draft's weights to 8 bits, with a scale for each 128 inputs; this changes the drafts, never the "
+        "text. int8 is more exact and quantizes inputs too; fp8 needs compute capability 8.9. On a GPU, "
+        "passes of up to 128 tokens (32 with fp8, or int8 in float32) then read half the bytes, from copies next to "
+        "the weights; elsewhere nothing is saved. auto: int8 on a GPU in 16 bits, otherwise none.",
         choices=("auto", "none", "int8", "fp8"),
     )
 

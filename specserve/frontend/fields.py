@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -16,6 +17,8 @@ from specserve.core import FieldError
 
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # stops at the first invalid element
+UNKNOWN: ContextVar[Callable[[str], object] | None] = ContextVar("unknown", default=None)
+"""Takes the names of unknown fields, in place of refusing them."""
 NOT_SUPPORTED = "Not supported: "  # prefix of a refused field's description
 
 _UNION_TAGS = ("str", "int", "list")
@@ -92,6 +95,11 @@ class Strict(BaseModel):
         for name, refusal in cls.refused.items():
             if name in data and not refusal.allows(data[name]):
                 raise fault("unsupported", f"not supported: {refusal.reason}", name)
+        if (take := UNKNOWN.get()) is not None:
+            known = {name for key, field in cls.model_fields.items() for name in (key, field.alias)}
+            for name in data.keys() - known - cls.refused.keys():
+                take(name)
+            data = {name: value for name, value in data.items() if name in known or name in cls.refused}
         return {
             name: value
             for name, value in data.items()

@@ -20,6 +20,7 @@ from specserve.server.middleware import (
     RequestIds,
     Tenants,
     Turns,
+    UnknownFields,
 )
 from specserve.server.openapi import add_answers, answers
 from specserve.server.operations import add_figures, add_operations
@@ -49,6 +50,8 @@ def create_app(front: Front) -> FastAPI:
     describe = app.openapi
     app.openapi = lambda: add_answers(describe())  # type: ignore[method-assign]
     app.add_middleware(Tenants)
+    if front.settings.unknown_fields == "log":
+        app.add_middleware(UnknownFields, front=front)
     if front.settings.api_key is not None:
         app.add_middleware(ApiKey, key=front.settings.api_key)
     app.add_middleware(LimitBody, most=front.settings.max_body_bytes)

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specserve.frontend.fields import UNKNOWN
 from specserve.logs import REQUEST_ID
 from specserve.server.errors import HEADER, ApiError, BodyError
 from specserve.server.front import TENANT, Front
@@ -210,6 +211,22 @@ def keys_of(scope: Scope) -> tuple[bytes, bytes]:
     headers: dict[bytes, bytes] = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()
+
+
+class UnknownFields:
+    """Log the unknown fields of requests once, and leave them out. Names that are no words may be secrets."""
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app = app
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        UNKNOWN.set(self._take)
+        await self._app(scope, receive, send)
+
+    def _take(self, name: str) -> None:
+        word = re.fullmatch("[a-z][a-z_]{0,39}", name)
+        self._front.note_once(f"the unknown field {name}" if word else "an unknown field")
 
 
 class CountAnswers:

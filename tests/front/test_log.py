@@ -75,3 +75,30 @@ def test_no_line_for_a_call(serve: Serve, caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.messages
     client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "seed": 14})  # the engine dies of it
     assert caplog.messages[0].startswith("POST /v1/completions: 50")
+
+
+def test_unknown_fields_are_logged_if_asked_for(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    said = {"role": "user", "content": "Hello", "cached": True}
+    asked = {
+        **CHAT,
+        "messages": [said],
+        "mood": 1,
+        "k3y": 2,
+        "structured_outputs": {"choice": ["a"], "why": 1},
+    }
+    refusing, _ = serve()
+    assert refusing.post("/v1/chat/completions", json=asked).status_code == 400
+    assert not caplog.messages
+    client, engine = serve(unknown_fields="log")
+    for _ in range(2):
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    assert engine.submitted[0].params.grammar is not None
+    assert sorted(message.partition(": ")[2] for message in caplog.messages if "unknown" in message) == [
+        "an unknown field",
+        "the unknown field cached",
+        "the unknown field mood",
+        "the unknown field why",
+    ]
+    assert client.post("/v1/chat/completions", json={**CHAT, "store": True}).status_code == 400, (
+        "known, and refused"
+    )
