@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 from specserve.config import load_settings, unused
 from specserve.config.notes import log_notes
@@ -51,6 +52,8 @@ def _compile(own: argparse.Namespace, flags: Sequence[str]) -> None:
     log_notes(logging.getLogger(__name__), unused(flags))
     if given.device == "cpu":
         raise ValueError("--device cpu: nothing is compiled for a CPU")
+    if find_spec("triton") is None:
+        raise ValueError("Triton is not installed, which compiles the kernels: pip install triton (on Linux)")
     from specserve_kernels.ops.device import Gpu, Limits, this_gpu
 
     from specserve.process.assemble import resolve_engine

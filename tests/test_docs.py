@@ -18,6 +18,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ex
 
 # Each folder or module imports from those below it alone.
 ORDER = [
+    "__main__",
     "launch",
     "compile",
     "check",

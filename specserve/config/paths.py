@@ -26,6 +26,12 @@ _OF_TOKENIZER = ("trust_remote_code", "chat_template", "tool_call_parser", "reas
 _UNREAD = ": --skip-tokenizer-init loads no tokenizer"
 
 
+_GGUF = (
+    "GGUF files are not read; convert one with Transformers and its gguf package: AutoModelForCausalLM and "
+    "AutoTokenizer from_pretrained(DIR, gguf_file=NAME), each with save_pretrained(OUTPUT)"
+)
+
+
 def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
     """Return a copy of the settings with local paths and a model name, and a note on each choice.
 
@@ -146,9 +152,13 @@ class _Places:
         repo = hub.Repo(flag, given, revision, of, self.settings.download_dir)
         path = Path(repo.name).expanduser()
         if path.is_dir():
+            if any(path.glob("*.gguf")) and not (path / "config.json").exists():
+                raise ValueError(f"{repo.flag}: {repo.name}: {_GGUF}")
             if repo.revision is not None:
                 self.notes[f"{repo.revision_flag} has no effect: {path} is a local directory"] = UNUSED
             return path
+        if path.suffix == ".gguf":
+            raise ValueError(f"{repo.flag}: {repo.name}: {_GGUF}")
         if path.exists():
             raise ValueError(f"{repo.flag}: {repo.name} is not a directory")
         if not hub.is_id(repo.name):

@@ -231,7 +231,7 @@ def own_options(
 
 def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of known flags, and what is wrong with the rest."""
-    namespace, unknown = _parser().parse_known_args(argv)
+    namespace, unknown = _parser().parse_known_args(_model_first(argv))
     if unknown and not unknown[0].startswith("-"):
         raise ValueError(f"unexpected argument {unknown[0]!r}: settings are given as --name value")
     flags = dict.fromkeys(each.split("=")[0] for each in unknown if re.match("--?[a-zA-Z]", each))
@@ -240,6 +240,18 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         f"{flag}: {_unknown('flag', flag.lstrip('-').replace('-', '_'), flag_of, known)}" for flag in flags
     ]
     return {name: value for name, value in vars(namespace).items() if name in (*SETTINGS, "config")}, problems
+
+
+def _model_first(argv: Sequence[str]) -> list[str]:
+    """Return the arguments, with a flag before a model that comes first, as in ``vllm serve MODEL``."""
+    words = [*argv]
+    if words[:1] == ["serve"]:
+        del words[0]
+    if not words or words[0].startswith("-"):
+        return words
+    if {"--model-path", "--model"} & {word.partition("=")[0] for word in words}:
+        raise ValueError(f"--model-path: given twice, first as {words[0]!r}")
+    return ["--model-path", *words]
 
 
 def _parser() -> argparse.ArgumentParser:

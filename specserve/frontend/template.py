@@ -129,7 +129,8 @@ class ChatTemplate:
         place = bool(given.tools) and re.search(r"\btools\b", self.text) is not None
         parts = list(offered(given.tools))
         for part in lacking(given, text, parts, self._rendered) if place else parts:
-            raise FieldError(part.place, "the model's chat template has no place for it")
+            words = "the model's chat template has no place for it; --chat-template sets another"
+            raise FieldError(part.place, words)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raise FieldError for a reserved variable, or one that is set and not read by the template."""

@@ -70,6 +70,10 @@ class Tokenizer:
             found = load_tokenizer(path, trust_remote_code)
         except Exception as error:  # the library raises many types, from OSError to KeyError
             reason = " ".join(str(error).split()) or type(error).__name__
+            if os.path.isdir(path) and not {"config.json", "tokenizer.json", "tokenizer.model"} & {
+                *os.listdir(path)
+            }:
+                reason = "it has no tokenizer.json and no config.json"
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None
         if chat_template is not None:
             replace_template(found, chat_template)

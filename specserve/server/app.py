@@ -76,6 +76,8 @@ def _add_embeddings(app: FastAPI) -> None:
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
+    @app.head("/v1/models", include_in_schema=False)
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
     async def get_models() -> Json:
         """List the served models; 503 until requests would be served, because clients of SGLang wait for this."""

@@ -121,10 +121,19 @@ def _encodable(text: str | None) -> Any:
 
 def _from_http(error: HTTPException, request: Request | None) -> ApiError:
     asked = f"{request.method} {request.url.path}" if request else ""
-    messages = {404: f"unknown route: {asked}", 405: f"method not allowed: {asked}"}
+    near = _near(request) if request and error.status_code == 404 else None
+    hint = "" if near is None else f"; did you mean {near}?"
+    messages = {404: f"unknown route: {asked}{hint}", 405: f"method not allowed: {asked}"}
     param = error.param if isinstance(error, BodyError) else None
     words = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, words, param, headers=error.headers)  # the allowed methods
+
+
+def _near(request: Request) -> str | None:
+    """Return the route that a path without its version, with two or with a slash at its end stands for."""
+    path = "/v1/" + request.url.path.strip("/").removeprefix("v1/").removeprefix("v1/")
+    known = {getattr(route, "path", "") for route in request.app.routes}
+    return next((each for each in (path, path.removeprefix("/v1")) if each in known), None)
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:

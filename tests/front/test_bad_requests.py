@@ -302,10 +302,22 @@ def test_codes(serve: Serve) -> None:
 def test_a_slash_too_many_leads_nowhere(serve: Serve) -> None:
     """Least of all to the host that the client named."""
     client, _ = serve()
-    for method, path in (("POST", CHAT + "/"), ("GET", "/health/"), ("GET", "/playground/")):
+    for method, path, near in (
+        ("POST", CHAT + "/", CHAT),
+        ("GET", "/health/", "/health"),
+        ("GET", "/playground/", ""),
+    ):
         answer = client.request(method, path, headers={"host": "evil.example"}, follow_redirects=False)
         assert "location" not in answer.headers
-        assert check(answer, 404)["message"] == f"unknown route: {method} {path}"
+        hint = f"; did you mean {near}?" if near else ""
+        assert check(answer, 404)["message"] == f"unknown route: {method} {path}{hint}"
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/chat/completions/"])
+def test_a_path_with_another_version(serve: Serve, path: str) -> None:
+    client, _ = serve()
+    message = check(client.post(path, json=GOOD[CHAT]), 404)["message"]
+    assert message == f"unknown route: POST {path}; did you mean {CHAT}?"
 
 
 def test_who_asks_is_told_apart_by_key(serve: Serve) -> None:

@@ -154,7 +154,8 @@ def test_values_of_all_kinds() -> None:
         ("--quantization=gguf", {}, "--quantization: must be one of none, fp8, int8, int4, awq, gptq"),
         ("--generation-config vllm", {}, "here it is --sampling-defaults (model for auto, openai for vllm)"),
         ("--sampling-defaults vllm", {}, "--sampling-defaults: must be one of model, openai, found 'vllm'"),
-        ("serve", {}, "unexpected argument 'serve'"),
+        ("--port 5 serve", {}, "unexpected argument 'serve'"),
+        ("a --model b", {}, "--model-path: given twice, first as 'a'"),
         ("--port", {}, "--port: expected one argument"),
         ("--port x", {}, "--port: must be an integer, found 'x'"),
         ("--port 70000", {}, "--port: must be from 0 to 65535, found 70000"),
@@ -196,6 +197,11 @@ def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str)
         load(line, **environ)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_model_may_come_first() -> None:
+    assert load("org/name --port 5").model_path == load("serve org/name").model_path == "org/name"
+    assert load("serve").model_path is None
 
 
 def test_all_wrong_flags_are_told_at_once() -> None:
@@ -634,6 +640,11 @@ def test_paths(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is not a directory"):
         resolve_paths(Settings(model_path=str(tmp_path / "file")))
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ValueError, match="GGUF files are not read; convert one with"):
+        resolve_paths(Settings(model_path=str(tmp_path)))
+    with pytest.raises(ValueError, match="GGUF files are not read"):
+        resolve_paths(Settings(model_path=str(tmp_path / "x.gguf")))
     with pytest.raises(
         ValueError, match="--speculative-draft-model-path: needed for --speculative-algorithm EAGLE"
     ):

@@ -28,6 +28,10 @@ def test_models(serve: Serve) -> None:
     assert [model["id"] for model in listed["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json() == listed["data"][0]
     assert client.get("/v1/models/org/other").status_code == 404
+    assert client.get("/v1/models/").json() == listed
+    for path in ("/", "/v1/models"):  # agents look first whether there is anything
+        found = client.head(path)
+        assert (found.status_code, found.content) == (200, b"")
 
 
 def test_server_info(serve: Serve) -> None:

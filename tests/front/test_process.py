@@ -269,11 +269,11 @@ def test_a_flag_without_effect_is_logged_as_a_warning(model: Path) -> None:
     ("arguments", "message"),
     [
         (["--page-sise", "3"], "--page-sise: unknown flag; the nearest known one is --page-size"),
-        (["--model-path", "/no/where"], "--model-path: /no/where does not exist"),
+        (["/no/where"], "--model-path: /no/where does not exist"),
     ],
 )
 def test_launch_tells_a_mistake_in_one_line(arguments: list[str], message: str) -> None:
-    server = Server(["-m", "specserve.launch", *arguments])
+    server = Server(["-m", "specserve", *arguments])
     assert server.finish() == 2
     assert server.lines == [f"error: {message}\n"]
 

@@ -299,7 +299,7 @@ def test_a_template_without_a_place_for_tools(serve: Serve, template: str) -> No
     error = answer.json()["error"]
     index = 0 if "tools" not in template else 1
     assert error["param"] == f"tools.{index}.function.name", error
-    assert "template has no place for it" in error["message"]
+    assert "template has no place for it; --chat-template sets another" in error["message"]
     assert engine.submitted == []
 
 

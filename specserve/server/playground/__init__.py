@@ -29,6 +29,7 @@ PATHS = ("/", *(f"/playground/{name}" for name in FILES))
 
 
 def add_playground(app: FastAPI) -> None:
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def get_page() -> Response:
         return _serve("index.html")
