@@ -123,7 +123,7 @@ class Books:
             value for name, value in samples.items() if re.match(r'requests_total\{.*status="5\d\d"', name)
         )
         return cls(
-            leaked=int(samples["kv_pages_total"] - samples["kv_pages_free"]),
+            leaked=int(samples["kv_pages"] - samples["kv_pages_free"]),
             violations=int(samples["invariant_violations_total"]),
             server_errors=int(errors),
         )

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from specserve import __version__
 from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import exit_code
 from specserve.logs import adopt_loggers, configure_logging
 from specserve.process.worker import Build, Built, build_scheduler
+from specserve.version import __version__, commit
 
 log = logging.getLogger("specserve.launch")
 
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its own handler
     arguments = sys.argv[1:] if argv is None else argv
     if "--version" in arguments:
-        print(f"specserve {__version__}")
+        known = commit()
+        print(f"specserve {__version__}" + (f" ({known[:9]})" if known else ""))
         return 0
     return exit_code(lambda: _serve(arguments, build))
 

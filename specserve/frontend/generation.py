@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.core import SamplingParams, SpeculationUsage
+from specserve.core import SamplingParams
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.output import Answer, Delta, output_processor
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.messages import Failed, FinishReason, Submit, Tokens
+from specserve.messages import Failed, Submit, Tokens
 from specserve.process.client import EngineClient, Inbox
 
 
@@ -48,9 +48,7 @@ class Clock(Protocol):
     def queued(self, seconds: float) -> None: ...
     def first_token(self, seconds: float, prefill: float) -> None: ...
     def next_tokens(self, seconds: float, tokens: int) -> None: ...
-    def finished(
-        self, seconds: float, decode: float, reason: FinishReason, speculation: SpeculationUsage
-    ) -> None: ...
+    def finished(self, seconds: float, decode: float, job: Job, answer: Answer) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +178,5 @@ class Generation:
             self._clock.next_tokens(now - self._last[index], len(delta.token_ids))
         self._last[index] = now
         if delta.finish_reason is not None:
-            speculation = self._outputs[index].answer.speculation
             seconds, decode = now - self._started[index], now - self._first_at[index]
-            self._clock.finished(seconds, decode, delta.finish_reason, speculation)
+            self._clock.finished(seconds, decode, self.jobs[index], self._outputs[index].answer)

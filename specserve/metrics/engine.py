@@ -38,7 +38,7 @@ def _load(stats: Stats) -> Iterator[Metric]:
     yield _gauge(
         "waiting_requests", "Requests that wait for a slot, for pages or for their grammar.", stats.waiting
     )
-    yield _gauge("kv_pages_total", "Pages in the KV pool.", stats.pages_total)
+    yield _gauge("kv_pages", "Pages in the KV pool.", stats.pages_total)
     yield _gauge("kv_pages_free", "Pages that hold nothing.", stats.pages_free)
     yield _gauge(
         "kv_pages_cached",

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from specserve.core import SpeculationUsage
-from specserve.messages import FinishReason, Stats
+from specserve.frontend.generation import Job
+from specserve.frontend.output import Answer
+from specserve.messages import Stats
 from specserve.metrics.engine import EngineCollector
 from specserve.metrics.vllm import VllmNames
+from specserve.version import __version__, commit
 
 _SHORT = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4)
 _LONG = (0.01, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _OPENMETRICS = "application/openmetrics-text"
 _LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 13, 16)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "queue_seconds": (
         "From a request's arrival at the engine to its first slot and pages. Each choice counts separately.",
@@ -44,6 +47,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
         "From the tokenized request to its last token. Each choice counts separately.",
         _LONG,
     ),
+    "request_prompt_tokens": (
+        "Prompt tokens of a finished request, cached ones included. Each choice counts separately.",
+        _TOKENS,
+    ),
+    "request_answer_tokens": ("Tokens of a finished answer. Each choice counts separately.", _TOKENS),
     "request_accepted_length_tokens": (
         "Tokens a step of a finished request: 1 + accepted / steps. Each choice counts separately; requests "
         "without a step are left out.",
@@ -76,6 +84,8 @@ class Metrics:
         engine = EngineCollector(stats)
         self._registry.register(engine)
         self._registry.register(_Restarts(restarts))
+        build = Gauge("specserve_build_info", "Always 1.", ("version", "commit"), registry=self._registry)
+        build.labels(__version__, commit() or "unknown").set(1)
         ProcessCollector(registry=self._registry)
         self._requests = Counter(
             "specserve_requests",
@@ -118,14 +128,15 @@ class Metrics:
         for _ in range(tokens):
             self._histograms["inter_token_seconds"].observe(seconds / tokens)
 
-    def finished(
-        self, seconds: float, decode: float, reason: FinishReason, speculation: SpeculationUsage
-    ) -> None:
+    def finished(self, seconds: float, decode: float, job: Job, answer: Answer) -> None:
         self._histograms["request_seconds"].observe(seconds)
         self._histograms["decode_seconds"].observe(decode)
-        self._finished.labels(reason).inc()
-        if speculation.steps:
-            self._histograms["request_accepted_length_tokens"].observe(speculation.mean_accepted_length)
+        self._histograms["request_prompt_tokens"].observe(len(job.prompt))
+        self._histograms["request_answer_tokens"].observe(len(answer.token_ids))
+        self._finished.labels(answer.finish_reason).inc()
+        if answer.speculation.steps:
+            length = answer.speculation.mean_accepted_length
+            self._histograms["request_accepted_length_tokens"].observe(length)
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics and their content type, in OpenMetrics or Prometheus format as ``accept`` requests. Names

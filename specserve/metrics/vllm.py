@@ -19,6 +19,8 @@ NAMES: Mapping[str, str] = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_seconds": "inter_token_latency_seconds",
     "request_seconds": "e2e_request_latency_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_answer_tokens": "request_generation_tokens",
     "queue_seconds": "request_queue_time_seconds",
     "prefill_seconds": "request_prefill_time_seconds",
     "decode_seconds": "request_decode_time_seconds",

@@ -34,7 +34,7 @@ from specserve.server.writer import CLIENT_LEFT, ENDED_BY, WRITERS, Writer
 
 log = logging.getLogger(__name__)
 
-PROBES = ("/health", "/live")
+PROBES = ("/health", "/live", "/ping")
 OPEN = (*PROBES, "/metrics", *PATHS)
 PAUSE = 60.0  # seconds that a client may send nothing of its body
 MAX_DEPTH = 32

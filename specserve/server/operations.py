@@ -8,7 +8,6 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from specserve import __version__
 from specserve.core import FieldError
 from specserve.frontend.conversation import Messages, Variables, of_request, turn
 from specserve.frontend.fields import ListOf, Strict, Text
@@ -21,6 +20,7 @@ from specserve.server.front import Front
 from specserve.server.openapi import answers
 from specserve.server.protocol import Int
 from specserve.server.writer import Json, unless_left
+from specserve.version import __version__, commit
 
 ABORTED = "the request was aborted by POST /abort_request"
 
@@ -61,6 +61,8 @@ class AbortRequest(Strict):
 def add_figures(app: FastAPI, front: Front) -> None:
     """Add the routes that report the server's state."""
 
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping", include_in_schema=False)
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health, unready=schema.Unready))
     async def get_health() -> Response:
@@ -69,6 +71,10 @@ def add_figures(app: FastAPI, front: Front) -> None:
         if isinstance(health, schema.Unready):
             return Json(health, 503, {"retry-after": str(RETRY_AFTER[503])})
         return Json(health)
+
+    @app.get("/version", response_model=None, responses=answers(schema.Version))
+    async def get_version() -> Response:
+        return Json(schema.Version(__version__, commit()))
 
     @app.head("/live", include_in_schema=False)
     @app.get("/live", response_model=None, responses=answers(schema.Live))
@@ -83,6 +89,7 @@ def add_figures(app: FastAPI, front: Front) -> None:
         return {
             **front.settings.public(),
             "version": __version__,
+            "commit": commit(),
             "status": front.unready or "ok",
             "choices": ready.notes if ready else [],
             "engine": msgspec.to_builtins(ready.info) if ready else {},

@@ -251,10 +251,18 @@ class Live(Body):
     status: Literal["alive"] = "alive"
 
 
+class Version(Body):
+    """``commit``: null if it is not known."""
+
+    version: str
+    commit: str | None
+
+
 class ServerInfo(Struct):
     """In addition, every setting by its name."""
 
     version: str
+    commit: str | None
     status: str
     choices: list[str]
     engine: dict[str, Any]

@@ -14,6 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve.core import SamplingParams, SpeculationUsage
+from specserve.frontend.generation import Job
+from specserve.frontend.output import Answer
 from specserve.messages import (
     CostTotals,
     LevelTotals,
@@ -52,7 +54,9 @@ def shown(totals: StepTotals = TOTALS, accept: str = "") -> str:
     """Everything there is to see."""
     metrics = Metrics(lambda: stats(totals), model=lambda: "tiny")
     metrics.answered("/v1/completions", 200)
-    metrics.finished(2.0, 1.5, "length", SpeculationUsage(steps=4, drafted=12, accepted=6))
+    usage = SpeculationUsage(steps=4, drafted=12, accepted=6)
+    answer = Answer(token_ids=[5] * 10, finish_reason="length", speculation=usage)
+    metrics.finished(2.0, 1.5, Job([1] * 20, SamplingParams()), answer)
     return metrics.text(accept)[0].decode()
 
 
@@ -210,7 +214,7 @@ def test_time_in_the_queue(agreeing: Checkpoints) -> None:
 
 def test_a_request_without_a_step_has_no_length() -> None:
     metrics = Metrics(lambda: None)
-    metrics.finished(1.0, 0.5, "stop", SpeculationUsage())
+    metrics.finished(1.0, 0.5, Job([1], SamplingParams()), Answer(finish_reason="stop"))
     lines = metrics.text()[0].decode().splitlines()
     assert "specserve_request_seconds_count 1.0" in lines
     assert "specserve_request_accepted_length_tokens_count 0.0" in lines

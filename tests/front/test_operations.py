@@ -92,7 +92,7 @@ def test_metrics_of_the_engine() -> None:
     text = front.metrics.text()[0].decode()
     front.close()
     for line in (
-        "running_requests 1.0", "waiting_requests 2.0", "kv_pages_total 100.0",
+        "running_requests 1.0", "waiting_requests 2.0", "kv_pages 100.0",
         "kv_pages_free 75.0", "kv_pages_cached 5.0", "kv_page_use_ratio 0.25",
         "spec_steps_total 7.0", "spec_drafted_tokens_total 8.0", "spec_accepted_tokens_total 9.0",
         "generated_tokens_total 10.0", "prompt_tokens_total 11.0", "cached_tokens_total 12.0",
