@@ -56,7 +56,7 @@ def test_each_draft_is_accepted(random_models: Checkpoints) -> None:
     [("1", 1), ("2.5", 2.5), ("0.9,0.5,0", 1 + 0.9 + 0.45), ("0.7", 1 + 0.7 + 0.49 + 0.343)],
 )
 def test_the_mean_is_the_one_asked_for(random_models: Checkpoints, rates: str, mean: float) -> None:
-    work = [(PROMPTS[i % 3], params(i, 60)) for i in range(8)]
+    work = [(PROMPTS[i % 3], params(i, 120)) for i in range(8)]
     found = answer_all(drawn(random_models, rates), work)
     assert tokens_per_step(found) == pytest.approx(mean, abs=0.15)
 
