@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.runner import Emitted, Launch
 from specserve.messages import Abort, Submit, ToEngine, ToFront
-from specserve.process.worker import Loop
+from specserve.process.local import LocalEngine
+from specserve.process.worker import Engine, Loop
 from specserve.scheduler import pipeline
 from specserve.scheduler.pipeline import HOST, MARGIN, MARGIN_SHARE, InFlight, Pipeline
 from specserve.speculation.control.adaptive import Batch
@@ -104,8 +106,8 @@ def test_the_loop_takes_all_that_arrives_until_then() -> None:
     class Messages:
         """One message at a time."""
 
-        def receive(self, seconds: float | None) -> list[ToEngine] | None:
-            waited.append(seconds)
+        def receive(self, seconds: float | None, busy: bool) -> list[ToEngine] | None:
+            waited.append(seconds if busy else None)
             return [Abort(str(len(waited)))] if len(waited) < 3 else None
 
         def send(self, messages: Sequence[ToFront]) -> None: ...
@@ -118,3 +120,25 @@ def test_the_loop_takes_all_that_arrives_until_then() -> None:
     Loop(engine, Messages()).run()
     assert waited[:2] == [0.5, 0.5]
     assert taken == [2]
+
+
+class Slow(FakeEngine):
+    """Has work, and waits for more for a while."""
+
+    has_work = True  # type: ignore[assignment]
+    patience = 0.05  # type: ignore[assignment]
+
+
+def test_an_engine_that_waits_with_work_is_not_idle() -> None:
+    engine = Slow(lambda _: [])
+    local = LocalEngine(lambda: engine)
+    local.wait()
+    found: list[Engine] = []
+    asking = Thread(target=lambda: found.append(local.idle), daemon=True)
+    asking.start()
+    asking.join(0.3)
+    assert not found, "nobody may use it meanwhile"
+    engine.has_work = False  # type: ignore[misc]
+    asking.join(5)
+    assert found == [engine]
+    local.close()

@@ -84,10 +84,10 @@ class _Port:
         self._waiting = False  # the engine waits for messages
         self._lent = False  # a caller uses the engine, which therefore waits without a limit
 
-    def receive(self, seconds: float | None) -> list[ToEngine] | None:
+    def receive(self, seconds: float | None, busy: bool) -> list[ToEngine] | None:
         with self._changed:
             if seconds != 0 and not self._inbox:
-                self._waiting = True
+                self._waiting = not busy
                 self._changed.notify_all()
                 if not self._changed.wait_for(lambda: self._inbox or self._ended, seconds) and self._lent:
                     self._changed.wait_for(lambda: self._inbox or self._ended)

@@ -89,9 +89,9 @@ class Engine(Protocol):
 class Port(Protocol):
     """The engine's end of its messages."""
 
-    def receive(self, seconds: float | None) -> list[ToEngine] | None:
-        """Return what has arrived, after waiting for something for so long at most, or without a limit. None: the
-        engine shall end."""
+    def receive(self, seconds: float | None, busy: bool) -> list[ToEngine] | None:
+        """Return what has arrived, after waiting for something for so long at most, or without a limit. ``busy``: the
+        engine has work meanwhile. None: the engine shall end."""
 
     def send(self, messages: Sequence[ToFront]) -> None: ...
 
@@ -246,7 +246,7 @@ class Loop:
         while True:
             busy = engine.has_work or engine.work_ahead()
             rest = None if self._checked else REST
-            if (received := self._port.receive(engine.patience if busy else rest)) is None:
+            if (received := self._port.receive(engine.patience if busy else rest, busy)) is None:
                 return
             if not busy and not received:
                 engine.check_idle()  # only now: it walks over all pages, and a request may follow the last one at once
@@ -289,7 +289,7 @@ class _Sockets:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
 
-    def receive(self, seconds: float | None) -> list[ToEngine]:
+    def receive(self, seconds: float | None, busy: bool) -> list[ToEngine]:
         found: list[ToEngine] = []
         if self._poller.poll(None if seconds is None else int(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
