@@ -216,7 +216,7 @@ def test_off_by_default(serve: Serve) -> None:
 
 
 def test_the_key_is_asked_for(serve: Serve) -> None:
-    client, _ = serve(token_statistics=True, api_key="key")
+    client, _ = serve(token_statistics=True, api_key=("key",))
     assert client.get("/token_statistics").status_code == 401
     assert client.get("/token_statistics", headers={"Authorization": "Bearer key"}).status_code == 200
 

@@ -28,13 +28,10 @@ def cores(threads: int) -> str | None:
     return None if threads <= most else f"must be at most {most}, the cores of this machine, found {threads}"
 
 
-def sendable(key: str) -> str | None:
+def sendable(keys: tuple[str, ...]) -> str | None:
     """Refuse a key that a header can't carry unchanged, such as non-ASCII text."""
-    if not key.strip():
-        return "must not be empty; leave it out for a server without a key"
-    return (
-        None if key.isascii() and key.isprintable() else "must be printable ASCII, as it is sent in a header"
-    )
+    good = all(key.isascii() and key.strip().isprintable() for key in keys)
+    return None if good else "must be printable ASCII, as it is sent in a header"
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")

@@ -29,7 +29,7 @@ VALUE_TYPES: dict[type, ValueType] = {
     int: ValueType("an integer", "integer", lambda v: type(v) is int, int),
     float: ValueType("a number", "number", lambda v: type(v) in (int, float) and math.isfinite(v), float),
     tuple: ValueType(
-        "names, none empty", "names", lambda v: _are_names(v), lambda text: tuple(text.split(","))
+        "texts, none empty", "texts", lambda v: _are_texts(v), lambda text: tuple(text.split(","))
     ),
     str: ValueType("text", "text", lambda v: isinstance(v, str), str),
 }
@@ -116,7 +116,7 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
         return
     kind = VALUE_TYPES[declared.kind]
     if not kind.accepts(value):
-        found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
+        found = "an empty one or another type; in YAML quote it" if declared.secret else repr(value)
         raise ValueError(f"{label}: must be {_words(declared)}, found {found}")
     if declared.choices and value not in (*declared.choices, *declared.foreign):
         if why := declared.refused.get(value.lower()):
@@ -158,8 +158,8 @@ def _words(declared: Setting) -> str:
     return VALUE_TYPES[declared.kind].words + (" or none" if declared.has_none else "")
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) and item.strip() for item in value)
 
 
 def _range(low: float, high: float) -> str:

@@ -109,10 +109,10 @@ class Settings:
     )
     host: str = server("127.0.0.1", "Address to listen on.")
     port: int = server(30000, "Port to listen on; 0 takes any free port.", low=0, high=65535)
-    api_key: str | None = server(
+    api_key: tuple[str, ...] | None = server(
         None,
-        "Key that requests must carry as `Authorization: Bearer KEY` or `x-api-key: KEY`; not empty. /health, /live, "
-        "/metrics and the playground's files need no key.",
+        "Keys, one of which requests must carry as `Authorization: Bearer KEY` or `x-api-key: KEY`. NAME=KEY names one "
+        "for /metrics, which counts the usage of several. /health, /live, /metrics and the playground need none.",
         secret=True,
         check=checks.sendable,
     )

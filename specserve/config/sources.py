@@ -277,6 +277,6 @@ def _shape(declared: Setting) -> dict[str, Any]:
     if declared.kind is bool:
         return {"nargs": "?", "const": True, "metavar": "BOOL"}
     if declared.kind is tuple:
-        return {"nargs": "+", "action": "extend", "metavar": "NAME"}
+        return {"nargs": "+", "action": "extend", "metavar": declared.name.rpartition("_")[2].upper()}
     metavar = "{" + ",".join(declared.choices) + "}" if declared.choices else declared.kind.__name__.upper()
     return {"metavar": metavar}

@@ -58,6 +58,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
         _LENGTHS,
     ),
 }
+_USAGE = {
+    "requests": "HTTP requests with an API key. Only if the server has several keys, like all usage by key.",
+    "prompt_tokens": "Prompt tokens of requests with an API key whose answer began, cached ones included.",
+    "answer_tokens": "Tokens generated for requests with an API key, also for those that did not end.",
+}
 
 
 class _Restarts(Collector):
@@ -105,6 +110,10 @@ class Metrics:
             ("reason",),
             registry=self._registry,
         )
+        self._usage = [
+            Counter(f"specserve_key_{name}", help, ("key",), registry=self._registry)
+            for name, help in _USAGE.items()
+        ]
         self._histograms = {
             name: Histogram(f"specserve_{name}", help, buckets=buckets, registry=self._registry)
             for name, (help, buckets) in _HISTOGRAMS.items()
@@ -116,6 +125,11 @@ class Metrics:
 
     def rejected(self, answers: int) -> None:
         self._rejected.inc(answers)
+
+    def used(self, key: str, prompt: int, answer: int) -> None:
+        """Count a call with the key of this name, and its tokens."""
+        for counter, count in zip(self._usage, (1, prompt, answer), strict=True):
+            counter.labels(key).inc(count)
 
     def queued(self, seconds: float) -> None:
         self._histograms["queue_seconds"].observe(seconds)

@@ -13,7 +13,7 @@ from specserve.server.completions import add_completions
 from specserve.server.errors import HEADER, ApiError, add_handlers
 from specserve.server.front import Front, Served, is_served
 from specserve.server.middleware import (
-    ApiKey,
+    ApiKeys,
     BoundedRoute,
     CountAnswers,
     LimitBody,
@@ -53,7 +53,7 @@ def create_app(front: Front) -> FastAPI:
     if front.settings.unknown_fields == "log":
         app.add_middleware(UnknownFields, front=front)
     if front.settings.api_key is not None:
-        app.add_middleware(ApiKey, key=front.settings.api_key)
+        app.add_middleware(ApiKeys, keys=front.settings.api_key, metrics=front.metrics)
     app.add_middleware(LimitBody, most=front.settings.max_body_bytes)
     if origins := front.settings.cors_origin:
         every = ["*"]

@@ -257,7 +257,7 @@ class _ChatWriter(Writer):
             said, logprobs = message(found.events, self._new_id, self._field), self._logprobs(found.logprobs)
             ids = self._ids(found.token_ids)
             choices.append(ChatChoice(index, said, logprobs, self._reason(found), ids))
-        usage, prompt, scores = self._usage(), self._prompt_ids(0), await self._prompt_scores(0)
+        usage, prompt, scores = self.usage(), self._prompt_ids(0), await self._prompt_scores(0)
         return ChatCompletion(
             **self._head, choices=choices, usage=usage, prompt_token_ids=prompt, prompt_logprobs=scores
         )
@@ -278,7 +278,7 @@ class _ChatWriter(Writer):
                 reason = self._reason(self.generation.answers[index])
                 yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason))
         if self._include_usage:
-            yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
+            yield ChatCompletionChunk(**self._head, choices=[], usage=self.usage())
 
     def _reason(self, answer: Answer) -> ChatReason:
         """Return the finish reason. As with OpenAI it is not ``tool_calls`` if the request named the function."""

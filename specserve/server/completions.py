@@ -207,7 +207,7 @@ class _CompletionWriter(Writer):
                 found.prompt_token_ids = self._prompt_ids(prompt * self._request.candidates)
                 found.prompt_logprobs = await self._prompt_scores(prompt * self._request.candidates)
                 choices.append(found)
-        return Completion(**self._head, choices=choices, usage=self._usage())
+        return Completion(**self._head, choices=choices, usage=self.usage())
 
     async def chunks(self) -> AsyncIterator[Completion]:
         """Yield text as it arrives, after the prompt if it is echoed; the last chunk of a choice has its finish reason.
@@ -224,7 +224,7 @@ class _CompletionWriter(Writer):
                 choice.speculation = self._runs(delta)
                 yield self._chunk(choice)
         if self._include_usage:
-            yield Completion(**self._head, choices=[], usage=self._usage())
+            yield Completion(**self._head, choices=[], usage=self.usage())
 
     def _piece(
         self, index: int, scores: CompletionLogprobs | None, found: Answer | Delta

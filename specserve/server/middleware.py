@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specserve.frontend.fields import UNKNOWN
 from specserve.logs import REQUEST_ID
+from specserve.metrics.front import Metrics
 from specserve.server.errors import HEADER, ApiError, BodyError
 from specserve.server.front import TENANT, Front
 from specserve.server.playground import PATHS
@@ -173,24 +174,52 @@ class RequestIds:
             log.log(level, "%s %s: %d after %.3f s to %s%s", method, path, status, seconds, client, told)
 
 
-class ApiKey:
-    """Let only the routes in ``OPEN`` through without the key."""
+class ApiKeys:
+    """Let only the routes in ``OPEN`` through without one of the keys, and count the usage of each if there are
+    several."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics) -> None:
         self._app = app
-        self._expected = key.encode()
+        self._names = dict(map(named_key, keys))
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._holds(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN:
             await self._app(scope, receive, send)
-            return
-        words = "missing or wrong API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
-        error = ApiError(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        await error.response(scope["path"])(scope, receive, send)
+        elif (name := self._name(scope)) is None:
+            words = "missing or wrong API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            error = ApiError(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            await error.response(scope["path"])(scope, receive, send)
+        else:
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                if len(self._names) > 1:
+                    self._metrics.used(name, *tokens_of(WRITERS.get()))
 
-    def _holds(self, scope: Scope) -> bool:
-        found = [hmac.compare_digest(each, self._expected) for each in keys_of(scope)]
-        return any(found)
+    def _name(self, scope: Scope) -> str | None:
+        """Return the name of the call's key. All are compared, so that the time tells nothing."""
+        found = [
+            name
+            for sent in keys_of(scope)
+            for key, name in self._names.items()
+            if hmac.compare_digest(sent, key)
+        ]
+        return next(iter(found), None)
+
+
+def named_key(text: str) -> tuple[bytes, str]:
+    """Return a key and its name in the metrics: that of NAME=KEY, otherwise a digest. A key in base64 may end in ``=``,
+    so nothing or another ``=`` after the first is no key of its own."""
+    found = re.fullmatch(r"([A-Za-z][A-Za-z0-9_.-]{0,31})=([^=].*)", text.strip())
+    name, key = found.groups() if found else ("", text.strip())
+    return key.encode(), name or hashlib.sha256(key.encode()).hexdigest()[:8]
+
+
+def tokens_of(writers: Sequence[Writer]) -> tuple[int, int]:
+    """Return how many prompt and answer tokens the answers of a call have used, as far as they began."""
+    usages = [writer.usage() for writer in writers if writer.generation.first_token is not None]
+    return sum(each.prompt_tokens for each in usages), sum(each.completion_tokens for each in usages)
 
 
 class Tenants:

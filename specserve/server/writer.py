@@ -82,7 +82,7 @@ class Writer(ABC):
 
     def summary(self) -> str:
         """Tell what was generated, without its content."""
-        usage, answers = self._usage(), self.generation.answers
+        usage, answers = self.usage(), self.generation.answers
         speculation, first = _speculation(answers), self.generation.first_token
         return ", ".join(
             [
@@ -138,7 +138,7 @@ class Writer(ABC):
             return UNSET
         return Runs(delta.runs, UNSET if delta.pieces is None else delta.pieces)
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
         """Return the usage of all choices. A prompt and its cached tokens count once, not once per choice."""
         jobs, answers = self.generation.jobs, self.generation.answers
         firsts = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if job.choice == 0]

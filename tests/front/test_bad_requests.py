@@ -340,7 +340,7 @@ def test_who_asks_is_told_apart_by_key(serve: Serve) -> None:
 
 
 def test_api_key(serve: Serve) -> None:
-    client, _ = serve(api_key="s3cret")
+    client, _ = serve(api_key=("s3cret",))
     for headers in (
         {},
         {"authorization": "Bearer wrong"},

@@ -67,7 +67,7 @@ def test_a_started_answer_is_continued(ask: Ask) -> None:
 
 
 def test_text(ask: Ask) -> None:
-    api, engine = ask(api_key="secret")
+    api, engine = ask(api_key=("secret",))
     system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     raw = api.messages.with_raw_response.create(
         **{**GOOD, "max_tokens": 20}, system=system, extra_body={"temperature": 0.5}
@@ -331,7 +331,7 @@ def test_refused(ask: Ask, fields: dict[str, Any], words: str) -> None:
 
 
 def test_errors_of_every_kind(ask: Ask, anthropic: Any) -> None:
-    api, _ = ask(api_key="secret", max_body_bytes=2000)
+    api, _ = ask(api_key=("secret",), max_body_bytes=2000)
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         api.with_options(api_key="wrong").messages.create(**GOOD)
     with pytest.raises(anthropic.NotFoundError, match="no model 'none'"):

@@ -54,6 +54,7 @@ def shown(totals: StepTotals = TOTALS, accept: str = "") -> str:
     """Everything there is to see."""
     metrics = Metrics(lambda: stats(totals), model=lambda: "tiny")
     metrics.answered("/v1/completions", 200)
+    metrics.used("team-a", 20, 10)
     usage = SpeculationUsage(steps=4, drafted=12, accepted=6)
     answer = Answer(token_ids=[5] * 10, finish_reason="length", speculation=usage)
     metrics.finished(2.0, 1.5, Job([1] * 20, SamplingParams()), answer)

@@ -38,7 +38,7 @@ def test_nothing_else_is_served(serve: Serve, name: str) -> None:
 
 
 def test_open_like_health_and_the_api_is_not(serve: Serve) -> None:
-    client, _ = serve(api_key="key")
+    client, _ = serve(api_key=("key",))
     assert {client.get(path).status_code for path in PATHS} == {200}
     assert client.get("/playground/none.js").status_code == 401
     assert client.get("/v1/models").status_code == 401

@@ -463,7 +463,7 @@ def test_embeddings_are_refused(ask: Ask) -> None:
 
 
 def test_a_key_in_either_header(serve: Serve) -> None:
-    client, _ = serve(api_key="secret")
+    client, _ = serve(api_key=("secret",))
     assert isinstance(client, TestClient)
     body = {"model": "tiny", "input": "hi"}
     for headers, status in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextvars
+import hashlib
 import hmac
 import json
 import logging
@@ -27,7 +28,7 @@ from tests.front.conftest import Serve
 from tests.front.fakes import byte_tokenizer
 from tests.front.processes import Server, running
 
-KEY, WRONG, SECRET = "k3y-of-the-server", "k3y-of-somebody", "xyzzyplugh"
+KEY, OTHER, WRONG, SECRET = "k3y-of-the-server", "k3y-of-a-team", "k3y-of-somebody", "xyzzyplugh"
 IDS = ", ".join(str(byte) for byte in SECRET.encode()[:4])
 MODEL = {"model": "tiny"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": SECRET}]}
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 40
     tokenizer.save_pretrained(model)
-    flags = ("--api-key", KEY, "--log-level", "debug", "--log-format", "json")
+    flags = ("--api-key", KEY, "other=" + OTHER, "--log-level", "debug", "--log-format", "json")
     with running("build_echo", model, *flags) as found:
         yield found.wait_ready()
 
@@ -69,7 +70,7 @@ def use(server: Server) -> dict[str, int]:
         call(server, chat, json={**CHAT, "messages": [{"role": SECRET, "content": SECRET}]}),
         call(server, chat, json={**CHAT, "messages": [{"role": "user", "content": "boom"}]}),
         call(server, chat, content=broken, headers={"content-type": "application/json"}),
-        call(server, "/tokenize", json={"prompt": SECRET}),
+        call(server, "/tokenize", key=OTHER, json={"prompt": SECRET}),
         call(server, "/v1/" + "none"),
         call(server, text, json={**TEXT, "seed": 14}),  # the engine dies of it
     ]
@@ -96,7 +97,7 @@ def test_log_holds_ids_and_no_secrets(server: Server) -> None:
     assert "the fake engine died of seed 14" in text, "errors are logged"
     for name, status in {**statuses, "client:1": 200}.items():
         assert re.search(rf"{name}.*{status} after|{status} after .*{name}", text), (name, status)
-    for secret in (KEY, WRONG, SECRET, IDS, "boom"):
+    for secret in (KEY, OTHER, WRONG, SECRET, IDS, "boom"):
         assert secret not in text
     lines = [json.loads(line) for line in server.lines]
     assert not any("sequence length is longer" in line["message"] for line in lines)
@@ -188,7 +189,7 @@ def test_keys_are_compared_in_constant_time(serve: Serve, monkeypatch: pytest.Mo
         return compare(given, expected)
 
     monkeypatch.setattr(hmac, "compare_digest", recording)
-    client, _ = serve(api_key=KEY)
+    client, _ = serve(api_key=(KEY,))
     for key, status in ((KEY, 200), (WRONG, 401), ("", 401)):
         for headers, given in (
             ({"authorization": f"Bearer {key}"}, (key, "")),
@@ -197,6 +198,34 @@ def test_keys_are_compared_in_constant_time(serve: Serve, monkeypatch: pytest.Mo
             assert client.get("/v1/models", headers=headers).status_code == status
             assert compared == [(each.encode(), KEY.encode()) for each in given]
             compared.clear()
+
+
+def test_usage_by_key(serve: Serve) -> None:
+    """Under names or digests. Keys are in no metric, no setting and no line of the log."""
+    client, _ = serve("abc", api_key=("team-a=k3y-1", "c2VjcmV0=", "team-a=k3y-2", WRONG))
+    keys = ("k3y-1", "k3y-2", "c2VjcmV0=", "c2VjcmV0=")
+    for key in keys:
+        sent = {"authorization": f"Bearer {key}"}
+        assert client.post("/v1/completions", json={**MODEL, "prompt": "ab"}, headers=sent).status_code == 200
+    assert client.post("/v1/completions", json={}, headers={"x-api-key": "k3y-1"}).status_code == 400
+    for key in ("team-a=k3y-1", "team-a", "c2VjcmV0", ""):
+        assert client.get("/v1/models", headers={"x-api-key": key}).status_code == 401
+    shown = client.get("/metrics").text
+    found = re.findall(r'^specserve_key_(\w+)_total{key="(.*)"} (\S+)$', shown, re.M)
+    digest = hashlib.sha256(b"c2VjcmV0=").hexdigest()[:8]
+    assert found == [
+        ("requests", "team-a", "3.0"), ("requests", digest, "2.0"),
+        ("prompt_tokens", "team-a", "4.0"), ("prompt_tokens", digest, "4.0"),
+        ("answer_tokens", "team-a", "8.0"), ("answer_tokens", digest, "8.0"),
+    ]  # fmt: skip
+    info = client.get("/server_info", headers={"x-api-key": "k3y-1"}).text
+    assert not any(key in text for key in (*keys, WRONG) for text in (shown, info))
+
+
+def test_one_key_has_no_usage_of_its_own(serve: Serve) -> None:
+    client, _ = serve(api_key=(KEY,))
+    assert client.get("/v1/models", headers={"x-api-key": KEY}).status_code == 200
+    assert 'key="' not in client.get("/metrics").text
 
 
 def test_no_file_is_unpickled_with_code() -> None:

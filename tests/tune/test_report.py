@@ -91,7 +91,7 @@ def test_luck_in_few_repeats_is_not_the_best() -> None:
 
 
 def test_what_the_file_holds() -> None:
-    given = Settings(model_path="m", api_key="secret", dtype="float64", speculative_algorithm="EAGLE")
+    given = Settings(model_path="m", api_key=("secret",), dtype="float64", speculative_algorithm="EAGLE")
     shape = dict(zip(SHAPE, (3, 1, 4), strict=True))
     kept = {"model_path": "m", "dtype": "float64"}
     assert configuration(given, (3, 1, 4)) == {**kept, "speculative_algorithm": "EAGLE", **shape}

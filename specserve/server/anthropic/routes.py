@@ -139,7 +139,7 @@ class _MessageWriter(Writer):
         )
 
     def _message_usage(self) -> schema.MessageUsage:
-        usage = self._usage()
+        usage = self.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return schema.MessageUsage(usage.prompt_tokens - cached, cached, usage.completion_tokens)
 

@@ -145,7 +145,7 @@ class _ResponseWriter(Writer):
 
     def _ended(self) -> schema.ResponseObject:
         found = self._response(_status(self._cut))
-        usage = self._usage()
+        usage = self.usage()
         found.usage = schema.ResponseUsage(
             usage.prompt_tokens,
             CachedTokens(usage.prompt_tokens_details.cached_tokens),
