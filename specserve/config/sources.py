@@ -18,71 +18,86 @@ from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import GROUPS, SETTINGS, Settings
 
 PREFIX = "SPECSERVE_"
-_ONE_PROCESS = "the model runs in one process on one device"
-_FILES = "the checkpoint's files decide: safetensors or pytorch_model.bin"
-_NO_EFFECT = {
-    "--cuda-graph-bs": "graphs are captured for all numbers of requests up to --cuda-graph-max-bs",
-    "--cuda-graph-sizes": "graphs are captured for all numbers of requests up to --cuda-graph-max-bs",
-    "--disable-log-stats": "they are lines of the log, which --log-level warning hides",
-    "--disable-uvicorn-access-log": "see --disable-log-requests",
-    "--enable-auto-tool-choice": "tools are chosen freely unless a request says otherwise",
-    "--enable-cache-report": "usage always tells cached tokens",
-    "--enable-chunked-prefill": "long prompts are always prefilled in chunks",
-    "--enable-log-requests": "each call has a line in the log",
-    "--enable-metrics": "metrics are always at /metrics",
-    "--enable-mixed-chunk": "prompts and steps are launched separately",
-    "--enable-prefix-caching": "prefixes are cached unless --disable-radix-cache",
-    "--grammar-backend": "llguidance is the only backend",
-    "--guided-decoding-backend": "llguidance is the only backend",
-    "--limit-mm-per-prompt": "only text is read",
-    "--load-format": _FILES,
-    "--log-requests": "each call has a line in the log, without its content",
-    "--sampling-backend": "the only sampler is keyed by position, so that drafts never change the text",
-    "--schedule-conservativeness": "requests are preempted if memory runs out, and continue later",
-    "--schedule-policy": "requests are served by priority, then in order of arrival",
-    "--skip-server-warmup": "there are no requests to warm up with: kernels are compiled before",
-    "--stream-interval": "tokens are sent as they come",
-    "--swap-space": "weights and KV pool stay on the device",
-    "--tokenizer-mode": "the tokenizer's files decide",
-}
+SIMILAR = 0.7  # of 1, from which a name is worth a hint
+
+
+def _by_flag(reasons: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    return {f"--{name}": reason for reason, names in reasons.items() for name in names}
+
+
+_NO_EFFECT = _by_flag({
+    "graphs are captured for all numbers of requests up to --cuda-graph-max-bs": (
+        "cuda-graph-bs", "cuda-graph-sizes", "disable-cuda-graph-padding", "max-seq-len-to-capture"
+    ),
+    "steps run as CUDA graphs of fused kernels": ("compilation-config", "num-scheduler-steps"),
+    "one setting says which attention there is: --attention-backend": (
+        "prefill-attention-backend", "decode-attention-backend", "speculative-attention-mode",
+        "triton-attention-num-kv-splits", "mm-attention-backend",
+    ),
+    "steps overlap unless --overlap-schedule off": ("async-scheduling",),
+    "--log-level is that of all lines": ("log-level-http", "uvicorn-log-level", "decode-log-interval"),
+    "they are lines of the log, which --log-level warning hides": ("disable-log-stats",),
+    "each call has a line in the log, without its content, unless --disable-log-requests": (
+        "log-requests", "log-requests-level", "enable-log-requests", "disable-uvicorn-access-log", "max-log-len",
+    ),
+    "metrics are always at /metrics": (
+        "enable-metrics", "collect-tokens-histogram", "enable-server-load-tracking", "show-time-cost"
+    ),
+    "usage always tells cached tokens": ("enable-cache-report", "enable-prompt-tokens-details"),
+    "tools are chosen freely unless a request says otherwise": ("enable-auto-tool-choice",),
+    "long prompts are always prefilled in chunks, between steps": ("enable-chunked-prefill", "enable-mixed-chunk"),
+    "prefixes are cached unless --disable-radix-cache": ("enable-prefix-caching", "disable-chunked-prefix-cache"),
+    "llguidance is the only backend": (
+        "grammar-backend", "guided-decoding-backend", "disable-outlines-disk-cache"
+    ),
+    "only text is read": ("limit-mm-per-prompt", "chat-template-content-format", "keep-mm-feature-on-device"),
+    "the checkpoint's files decide: safetensors or pytorch_model.bin": ("load-format",),
+    "the tokenizer's files decide": ("tokenizer-mode", "tokenizer-worker-num"),
+    "the only sampler is keyed by position, so that drafts never change the text": ("sampling-backend",),
+    "requests are preempted if memory runs out, and continue later": ("schedule-conservativeness",),
+    "requests are served by priority, then in order of arrival": ("schedule-policy", "scheduling-policy"),
+    "there are no requests to warm up with: kernels are compiled before": ("skip-server-warmup", "warmups"),
+    "tokens are sent as they come": ("stream-interval", "num-continuous-decode-steps"),
+    "weights and KV pool stay on the device": ("swap-space", "delete-ckpt-after-loading"),
+    "the model runs in one process": (
+        "nccl-port", "dist-init-addr", "node-rank", "disable-custom-all-reduce", "enable-p2p-check"
+    ),
+})  # fmt: skip
 """SGLang's and vLLM's flags that are taken on the command line, with a warning that says why they change nothing."""
-_NOT_TAKEN = {
-    **dict.fromkeys(
-        (
-            *(
-                "--data-parallel-size",
-                "--dp-size",
-                "--dp",
-                "--pipeline-parallel-size",
-                "--pp-size",
-                "--ep-size",
-            ),
-            *("--nnodes", "--distributed-executor-backend"),
-        ),
-        _ONE_PROCESS,
+_NOT_TAKEN = _by_flag({
+    "the model runs in one process on one device": (
+        "data-parallel-size", "dp-size", "dp", "pipeline-parallel-size", "pp-size", "ep-size", "nnodes",
+        "distributed-executor-backend", "enable-expert-parallel", "enable-dp-attention",
     ),
-    "--cpu-offload-gb": "weights and KV pool stay on the device",
-    **dict.fromkeys(("--enable-lora", "--lora-paths"), "adapters are not served"),
-    **dict.fromkeys(
-        ("--hf-overrides", "--json-model-override-args"),
-        "edit config.json; for a draft use --speculative-draft-config-override",
+    "weights and KV pool stay on the device": ("cpu-offload-gb", "enable-hierarchical-cache"),
+    "adapters are not served": ("enable-lora", "lora-paths", "lora-modules"),
+    "edit config.json; for a draft use --speculative-draft-config-override": (
+        "hf-overrides", "json-model-override-args", "rope-scaling", "rope-theta"
     ),
-    "--override-generation-config": "edit generation_config.json, or use --sampling-defaults openai",
-}
+    "edit generation_config.json, or use --sampling-defaults openai": ("override-generation-config",),
+    "a proxy before the server speaks TLS": ("ssl-keyfile", "ssl-certfile"),
+    "only text is generated": ("task", "runner", "is-embedding", "enable-return-hidden-states"),
+})  # fmt: skip
 """SGLang's and vLLM's flags that are refused, and why."""
 _ELSEWHERE = {
+    "--allowed-origins": "--cors-origin",
     "--block-size": "--page-size",
     "--enforce-eager": "--disable-cuda-graph",
     "--generation-config": "--sampling-defaults (model for auto, openai for vllm)",
     "--gpu-memory-utilization": "--mem-fraction-static",
+    "--hf-token": "the variable HF_TOKEN",
+    "--kv-cache-memory-bytes": "--max-total-tokens, in tokens",
     "--max-model-len": "--context-length",
+    "--max-prefill-tokens": "--chunked-prefill-size",
     "--max-num-batched-tokens": "--chunked-prefill-size",
     "--max-num-seqs": "--max-running-requests",
+    "--no-enable-chunked-prefill": "--chunked-prefill-size -1",
     "--no-enable-prefix-caching": "--disable-radix-cache",
     "--seed": "--random-seed",
     "--speculative-config": "--speculative-algorithm and --speculative-draft-model-path",
     "--speculative-model": "--speculative-draft-model-path",
     "--tokenizer": "--tokenizer-path",
+    "--tokenizer-revision": "--revision, for both",
 }
 """Our names of vLLM's flags."""
 _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declared.names}
@@ -191,7 +206,9 @@ def _unknown(noun: str, name: str, spell: Callable[[str], str], known: Iterable[
     if flag in _ELSEWHERE:
         ours = re.sub("--([a-z-]+)", lambda match: spell(match[1].replace("-", "_")), _ELSEWHERE[flag])
         return f"unknown {noun}; here it is {ours}"
-    (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    nearest = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)), None)
+    if nearest is None:
+        return f"unknown {noun}; --help lists all"
     if _SWITCH.sub("", name) == _SWITCH.sub("", nearest):
         return f"unknown {noun}; leave it out: there is only {spell(nearest)}"
     return f"unknown {noun}; the nearest known one is {spell(nearest)}"

@@ -147,6 +147,8 @@ def test_values_of_all_kinds() -> None:
     ("line", "environ", "words"),
     [
         ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
+        ("--fastapi-docs", {}, "--fastapi-docs: unknown flag; --help lists all"),
+        ("--hf-token x", {}, "--hf-token: unknown flag; here it is the variable HF_TOKEN"),
         ("--enable-radix-cache", {}, "unknown flag; leave it out: there is only --disable-radix-cache"),
         ("--no-disable-cuda-graph", {}, "unknown flag; leave it out: there is only --disable-cuda-graph"),
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
