@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -240,6 +244,32 @@ def test_nginx_gives_idle_connections_up_first() -> None:
     found = re.search(r"keepalive_timeout (\d+)s;.* a replica's (\d+) s", upstream)
     assert found
     assert int(found[1]) + 30 <= int(found[2]) == Settings().timeout_keep_alive
+
+
+class TestSystemd:
+    UNIT = ROOT / "examples" / "systemd" / "specserve.service"
+
+    def test_starts_and_stops(self) -> None:
+        unit = configparser.RawConfigParser()
+        unit.optionxform = str  # type: ignore[assignment,method-assign]
+        unit.read(self.UNIT)
+        service = unit["Service"]
+        program, *arguments = service["ExecStart"].split()
+        scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+        assert Path(program).name in scripts
+        assert arguments[::2] == ["--config"]
+        assert int(service["TimeoutStopSec"]) > Settings().drain_timeout + 10
+        assert (service["KillMode"], service["RestartPreventExitStatus"]) == ("mixed", "2")
+        caches = [pair.split("=")[1] for pair in service["Environment"].split()]
+        assert all(path.startswith(f"/var/cache/{service['CacheDirectory']}/") for path in caches)
+
+    def test_systemd_reads_it(self, tmp_path: Path) -> None:
+        if (analyze := shutil.which("systemd-analyze")) is None:
+            pytest.skip("systemd is not installed")
+        copy = tmp_path / self.UNIT.name
+        copy.write_text(re.sub("ExecStart=[^ ]+", f"ExecStart={sys.executable}", self.UNIT.read_text()))
+        found = subprocess.run([analyze, "verify", copy], capture_output=True, text=True, check=True)
+        assert not found.stderr
 
 
 def test_ray_serve_arguments() -> None:

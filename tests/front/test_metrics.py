@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from starlette.testclient import TestClient
 
 from specserve.core import SamplingParams, SpeculationUsage
@@ -34,6 +37,7 @@ from tests.front.conftest import Serve
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "examples" / "grafana" / "specserve.json"
+ALERTS = ROOT / "examples" / "prometheus" / "alerts.yaml"
 TOTALS = StepTotals(
     drafter="EAGLE3",
     shape="3,1,4",
@@ -282,6 +286,33 @@ def test_panels_ask_for_what_exists(panel: dict[str, Any]) -> None:
         labels = {label for name in names for label in known[base(name, known)].labels} | {"le", "instance"}
         assert {label for group in grouped for label in group.split(", ")} <= labels
         assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels - {"le"}
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_alerts_ask_for_what_exists(rule: dict[str, Any]) -> None:
+    known, query = metrics_shown(), rule["expr"]
+    names = re.findall(r"specserve_\w+", query) if "up{" not in query else []
+    assert names or rule["alert"] == "SpecserveDown"
+    labels = {"instance", "le"} | {label for name in names for label in known[base(name, known)].labels}
+    for name, matched in re.findall(r"(specserve_\w+){(.*?)}", query):
+        assert set(re.findall(r"(\w+)=", matched)) <= set(known[name].labels)
+    grouped = re.findall(r"by \(([\w, ]+)\)", query)
+    assert {label for group in grouped for label in group.split(", ")} <= labels
+    kept = set(grouped[0].split(", ")) if grouped else {"instance"}
+    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
+    assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def test_prometheus_reads_the_alerts() -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed")
+    subprocess.run([promtool, "check", "rules", "--lint-fatal", ALERTS], check=True)
 
 
 def base(name: str, known: dict[str, Described]) -> str:
