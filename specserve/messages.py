@@ -130,7 +130,8 @@ class CostTotals(msgspec.Struct, frozen=True):
 
 class StepTotals(msgspec.Struct, frozen=True):
     """Totals of the steps whose results were read. ``batches[i]`` counts steps of more than ``2 ** (i - 1)`` and at
-    most ``2 ** i`` requests (the last entry has no upper bound); ``requests`` sums the requests of all batches."""
+    most ``2 ** i`` requests (the last entry has no upper bound); ``requests`` sums the requests of all batches.
+    ``iterations`` and ``processed``: the same of iterations by their tokens."""
 
     drafter: str | None = None
     shape: str | None = None  # of the latest step
@@ -138,6 +139,8 @@ class StepTotals(msgspec.Struct, frozen=True):
     levels: list[LevelTotals] = []
     sources: dict[str, SourceTotals] = {}  # by drafter, if several share trees
     batches: list[int] = msgspec.field(default_factory=lambda: [0])
+    iterations: list[int] = msgspec.field(default_factory=lambda: [0])
+    processed: int = 0
     requests: int = 0
     cost: CostTotals | None = None  # None: the shape is fixed, so nothing was measured
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -113,12 +113,12 @@ def _steps(totals: StepTotals) -> Iterator[Metric]:
         seconds.add_metric([label], shape.seconds)
     yield steps
     yield seconds
-    bounds = [str(float(2**i)) for i in range(len(totals.batches) - 1)]
-    yield HistogramMetricFamily(
-        "specserve_step_requests",
-        "Requests in a step, without padding.",
-        buckets=list(zip([*bounds, "+Inf"], accumulate(totals.batches), strict=True)),
-        sum_value=totals.requests,
+    yield _histogram("step_requests", "Requests in a step, without padding.", totals.batches, totals.requests)
+    yield _histogram(
+        "iteration_tokens",
+        "Tokens of an iteration: prompt tokens that were launched, and tokens of answers that were read.",
+        totals.iterations,
+        totals.processed,
     )
 
 
@@ -174,6 +174,13 @@ def _cost(cost: CostTotals) -> Iterator[Metric]:
         "between 1 / 1.5 and 1.5, averaged with weights that decay with age.",
         cost.error,
     )
+
+
+def _histogram(name: str, help: str, counts: Sequence[int], total: int) -> Metric:
+    """``counts[i]``: of values up to 2 ** i that no earlier one counts; the last has no bound."""
+    bounds = [*(str(float(2**i)) for i in range(len(counts) - 1)), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counts), strict=True))
+    return HistogramMetricFamily(f"specserve_{name}", help, buckets=buckets, sum_value=total)
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

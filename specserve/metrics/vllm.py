@@ -15,6 +15,7 @@ NAMES: Mapping[str, str] = {
     "preemptions": "num_preemptions",
     "prompt_tokens": "prompt_tokens",
     "generated_tokens": "generation_tokens",
+    "iteration_tokens": "iteration_tokens_total",
     "finished_requests": "request_success",
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_seconds": "inter_token_latency_seconds",

@@ -14,6 +14,7 @@ from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 
 BATCH_BUCKETS = 11  # up to 1, 2, 4, .. 512 requests, and any number
+TOKEN_BUCKETS = 16  # up to 1, 2, 4, .. 16384 tokens, and any number
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ def shape_label(shape: StepShape) -> str:
 
 @dataclass(slots=True)
 class StepCounters:
-    """Totals over steps: their shapes, the results of their drafts, and what plain decoding would have cost."""
+    """Totals over steps: their shapes, the results of their drafts, and what plain decoding would have cost. And the
+    tokens of iterations: ``processed`` are prompt tokens and answers' in sum, ``prefilled`` the former."""
 
     shape: str | None = None
     requests: int = 0
@@ -47,9 +49,18 @@ class StepCounters:
     steps: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     batches: list[int] = field(default_factory=lambda: [0] * BATCH_BUCKETS)
+    iterations: list[int] = field(default_factory=lambda: [0] * TOKEN_BUCKETS)
+    processed: int = 0
+    prefilled: int = 0
     deepest_tested: Counter[int] = field(default_factory=Counter)  # draft level, 0 for none
     deepest_accepted: Counter[int] = field(default_factory=Counter)
     sources: list[int] = field(default_factory=list)  # three counts for each source
+
+    def iterated(self, generated: int) -> None:
+        """Count an iteration, unless it processed no token. ``generated``: answers' tokens since start."""
+        if tokens := self.prefilled + generated - self.processed:
+            self.processed += tokens
+            self.iterations[min((tokens - 1).bit_length(), TOKEN_BUCKETS - 1)] += 1
 
     def ran(self, shape: StepShape, requests: int, seconds: float) -> None:
         """Count a step of this many requests."""
@@ -88,6 +99,8 @@ class StepCounters:
             sources={name: SourceTotals(*counts[3 * i : 3 * i + 3]) for i, name in enumerate(names)},
             batches=list(self.batches),
             requests=self.requests,
+            iterations=list(self.iterations),
+            processed=self.processed,
             cost=None if cost is None else CostTotals(self.predicted_seconds, self.plain_seconds, cost.error),
         )
 

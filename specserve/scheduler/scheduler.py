@@ -133,6 +133,8 @@ class Scheduler:
         while len(self._inflight) > self._unread:
             if self._collect().shape is None and self._outbox:
                 break
+        if len(self._inflight) <= self._unread:
+            self._step_counters.iterated(self._counters.generated_tokens)
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -213,6 +215,7 @@ class Scheduler:
         if launch is None:
             return 0
         self._inflight.append(InFlight(launch, requests), begun)
+        self._step_counters.prefilled += chunk.tokens
         self._end_failed(requests)
         for request in [r for r in requests if r.slot >= 0]:
             request.pending += not request.prefilling

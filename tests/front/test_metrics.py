@@ -46,6 +46,8 @@ TOTALS = StepTotals(
     sources={"EAGLE3": SourceTotals(9, 5, 6), "NGRAM": SourceTotals(4, 1, 2)},
     batches=[2, 1, 0, 1],
     requests=12,
+    iterations=[1, 0, 2],
+    processed=90,
     cost=CostTotals(predicted_seconds=4.25, plain_seconds=6.0, error=0.125),
 )
 
@@ -172,6 +174,7 @@ def test_steps_and_levels() -> None:
         'step_requests_bucket{le="1.0"} 2.0', 'step_requests_bucket{le="2.0"} 3.0',
         'step_requests_bucket{le="4.0"} 3.0', 'step_requests_bucket{le="+Inf"} 4.0',
         "step_requests_count 4.0", "step_requests_sum 12.0",
+        'iteration_tokens_bucket{le="2.0"} 1.0', "iteration_tokens_count 3.0", "iteration_tokens_sum 90.0",
         "spec_predicted_seconds_total 4.25", "spec_plain_seconds_total 6.0", "spec_cost_error_ratio 0.125",
     ):  # fmt: skip
         assert f"specserve_{line}" in lines
@@ -215,6 +218,23 @@ def test_time_in_the_queue(agreeing: Checkpoints) -> None:
     metrics = Metrics(lambda: None)
     metrics.queued(0.05)
     assert 'specserve_queue_seconds_bucket{le="0.06"} 1.0' in metrics.text()[0].decode()
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_tokens_of_iterations(agreeing: Checkpoints, overlap: str) -> None:
+    """All prompts, less what was cached, and all answers; chunks of prompts count with the iteration they ran in."""
+    scheduler = make_scheduler(agreeing.target, chunked_prefill_size=4, overlap_schedule=overlap)
+    for rid, size in (("a", 3), ("b", 10)):
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        scheduler.submit(Submit(rid, [*range(1, size + 1)], params))
+    while scheduler.has_work:
+        scheduler.run_once()
+    found = scheduler.stats()
+    totals = found.step_totals
+    assert totals.processed == found.prompt_tokens - found.cached_tokens + found.generated_tokens == 13 + 12
+    assert sum(totals.iterations) >= 5
+    assert sum(totals.iterations[2:]) >= 3, "chunks of four tokens"
+    assert not any(totals.iterations[4:])
 
 
 def test_a_request_without_a_step_has_no_length() -> None:
