@@ -140,7 +140,8 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
     keep_what_is_loaded()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    log.info("ready: http://%s:%d serves %s", host, port, ", ".join(front.settings.served_model_name))
+    names = ", ".join(front.settings.served_model_name)
+    log.info("ready: http://%s:%d serves %s; open it in a browser to chat", host, port, names)
 
 
 def _load_tokenizer(path: str, settings: Settings) -> Tokenizer:

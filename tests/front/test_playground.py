@@ -14,6 +14,7 @@ from tests.front.conftest import Serve
 ROOT = Path(__file__).parents[2]
 TEXTS = {name: file.read_text() for name, file in FILES.items()}
 TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+VENDORED = "marked.esm.js"
 DEPTHS = [f"--d{depth}" for depth in range(1, 9)]
 
 
@@ -45,10 +46,15 @@ def test_open_like_health_and_the_api_is_not(serve: Serve) -> None:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    for name, text in TEXTS.items():
-        assert not re.findall(
-            r"(?:https?:|[\"'(])//|@import|url\(", text.replace("http://www.w3.org/2000/svg", "")
-        ), name
+    for name in TEXTS.keys() - {VENDORED}:
+        text = TEXTS[name].replace("http://www.w3.org/2000/svg", "")
+        assert not re.findall(r"(?:https?:|[\"'(])//|@import|url\(", text), name
+
+
+def test_of_the_vendored_library_only_what_makes_no_html_is_used() -> None:
+    assert (FILES[VENDORED].parent / "marked.LICENSE").exists()
+    uses = [line for text in TEXTS.values() for line in text.splitlines() if f'"./{VENDORED}"' in line]
+    assert uses == ['import { lexer } from "./marked.esm.js";']
 
 
 def test_no_inline_code_and_text_stays_text() -> None:

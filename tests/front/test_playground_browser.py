@@ -154,30 +154,41 @@ def test_code_is_a_block_and_answers_are_copied(page: api.Page, server: Server) 
     assert "`" not in shown
     assert shown.strip().startswith(code.strip())
     assert shown.strip() != code.strip()
-    page.get_by_role("button", name="Copy").click()
-    api.expect(page.get_by_role("button", name="Copied")).to_be_visible()
-    assert page.evaluate("navigator.clipboard.readText()").startswith("```python")
+    for title, copied in (("Copy the answer", "```python"), ("Copy the code", "def is_prime")):
+        page.get_by_title(title).click()
+        api.expect(page.get_by_title(title)).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()").startswith(copied)
 
 
-CHUNKS: list[dict[str, Any]] = [
-    {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "weather", "arguments": ""}}]},
-    {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
-    {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
+def choice(delta: dict[str, Any], *pieces: str) -> dict[str, Any]:
+    """A choice that has the tokens of one step."""
+    return {"index": 0, "delta": delta, "speculation": {"runs": [len(pieces)], "pieces": pieces}}
+
+
+CALL = [
+    choice({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "weather", "arguments": ""}}]}, "x"),
+    choice({"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]}, "x"),
+    choice({"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]}, "x"),
 ]
 
 
-def test_tools_json_and_a_server_without_drafts(page: api.Page, server: Server) -> None:
-    """A call is a block of its own; what comes in one read has no speed."""
+def answer_with(page: api.Page, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answer each question with a stream of these, between comments. Return the requests, which grow as they come."""
     sent = []
 
     def answer(route: api.Route) -> None:
         sent.append(route.request.post_data_json)
-        runs = {"speculation": {"runs": [1], "pieces": ["x"]}}
-        found = [{"choices": [{"index": 0, "delta": delta, **runs}]} for delta in CHUNKS]
-        lines = [f"data: {each}\n\n" for each in (*map(json.dumps, found), "[DONE]")]
+        chunks = [json.dumps({"choices": [each]}) for each in choices]
+        lines = [f": alive\n\ndata: {each}\n\n" for each in (*chunks, "[DONE]")]
         route.fulfill(body="".join(lines), content_type="text/event-stream")
 
     page.route("**/v1/chat/completions", answer)
+    return sent
+
+
+def test_tools_json_and_a_server_without_drafts(page: api.Page, server: Server) -> None:
+    """A call is a block of its own, and stays in the conversation; what comes in one read has no speed."""
+    sent = answer_with(page, CALL)
     page.route("**/server_info", lambda route: route.fulfill(json={"speculative_algorithm": None}))
     visit(page, server)
     assert not page.get_by_text("Side by side").is_visible()
@@ -194,6 +205,101 @@ def test_tools_json_and_a_server_without_drafts(page: api.Page, server: Server) 
     assert page.locator("dd").first.inner_text() == "–"
     assert sent[0]["tools"][0]["function"] == {"name": "weather"}
     assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    ask(page, "And?")
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert sent[1]["messages"] == [
+        {"role": "user", "content": "Rome?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        },
+        {"role": "user", "content": "And?"},
+    ]
+
+
+def ask(page: api.Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+    answered(page)
+
+
+STEPS = [
+    ("A ", "**", "bold"),
+    ("** [link](https://a.example) and ", "[none](javascript:alert)\n\n"),
+    ("| a |\n|---|\n", "| b |\n\n"),
+    ("2", ". two\n", "   - <img src=x onerror=alert(1)>\n\n"),
+    ("```py\n", "x =", " 1"),
+]
+
+
+def test_markdown_in_colours_and_without(page: api.Page, server: Server) -> None:
+    """Each character keeps its token's colour, and HTML is text."""
+    thought = choice({"reasoning_content": "A **b"}, "<think>", "A **b", "</think>")
+    answer_with(page, [thought, *(choice({"content": "".join(step)}, *step) for step in STEPS)])
+    visit(page, server)
+    ask(page, "a")
+    text = page.locator(".answer .text")
+    assert text.locator("strong .token.bonus").inner_text() == "bold"
+    assert text.locator("a").evaluate_all("all => all.map((each) => each.href)") == ["https://a.example/"]
+    assert text.locator("td .token.bonus").inner_text() == "b"
+    assert text.locator("ol > li > .marker .token").first.inner_text() == "2"
+    assert text.locator("ul").inner_text() == "<img src=x onerror=alert(1)>"
+    assert text.locator("img").count() == 0
+    assert text.locator(".code pre .token").all_inner_texts() == ["x =", " 1"]
+    assert page.locator(".reasoning").inner_text() == "Reasoning\nA **b"
+    colours = "all => new Set(all.map((each) => getComputedStyle(each).backgroundColor)).size"
+    assert text.locator(".token").evaluate_all(colours) > 2
+    page.get_by_role("checkbox", name="Colours").uncheck()
+    assert text.locator(".token").evaluate_all(colours) == 1
+    page.reload()
+    assert not page.get_by_role("checkbox", name="Colours").is_checked()
+    assert text.locator("strong").inner_text() == "bold"
+
+
+def test_a_reload_regenerate_and_edit(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_text("Side by side").click()
+    ask(page, "What is the capital of France?")
+    ask(page, "And of Spain?")
+    before = page.locator("#talk").inner_html()
+    page.reload()
+    api.expect(page.locator("#status")).to_have_text("specserve-chat", timeout=PATIENCE_MS)
+    assert page.locator("#talk").inner_html() == before
+    assert page.get_by_label("System prompt").input_value() == "Be brief."
+    sent = answer_with(page, [choice({"content": "Rome."}, "Rome.")])
+    page.get_by_role("button", name="Regenerate").click()
+    api.expect(page.locator(".turn").nth(1)).to_contain_text("Rome.")
+    answered(page)
+    page.get_by_role("button", name="Edit").first.click()
+    page.keyboard.press("Escape")
+    assert page.locator(".edited").count() == 0
+    page.get_by_role("button", name="Edit").first.click()
+    api.expect(page.get_by_label("Message")).to_have_value("What is the capital of France?")
+    ask(page, "And of Italy?")
+    asked = [[each["content"] for each in request["messages"] if each["role"] == "user"] for request in sent]
+    assert asked == [["What is the capital of France?", "And of Spain?"], ["And of Italy?"]]
+    api.expect(page.locator(".turn")).to_have_count(1)
+    page.get_by_role("button", name="New chat").click()
+    page.reload()
+    assert page.locator("#welcome").is_visible()
+
+
+def test_a_failed_question_returns_to_its_box(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    refuse = {"error": {"message": "the queue is full"}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=refuse))
+    ask(page, "Hello?")
+    assert page.locator(".answer").inner_text().split("\n")[-1] == "The queue is full"
+    assert page.locator(".chart").count() == 0
+    api.expect(page.get_by_label("Message")).to_have_value("Hello?")
+    page.unroute("**/v1/chat/completions")
+    page.keyboard.press("Enter")
+    api.expect(page.locator(".error")).to_have_count(0)
+    answered(page)
+    assert page.locator(".turn").count() == 1
+    assert page.locator(".token").count() > 0
 
 
 def test_phone_has_no_sideways_scroll(page: api.Page, server: Server) -> None:
@@ -249,7 +355,11 @@ def test_key_escape_and_no_mouse(page: api.Page, slow_server: Server) -> None:
     assert page.locator(".answer b").count() == 0
     assert "<b>x</b>" in page.locator(".answer .text").inner_text()
     wait(lambda: slow_server.running() == 0, 5)
-    assert page.evaluate("sessionStorage.length === 1 && localStorage.length === 0")
+    assert page.evaluate("localStorage.length") == 0
+    assert page.evaluate("Object.keys(sessionStorage).sort()") == [
+        "specserve-conversation",
+        "specserve-settings",
+    ]
 
 
 def test_the_stop_button_ends_both_sides(page: api.Page, slow_server: Server) -> None:

@@ -18,7 +18,7 @@ export async function modelNames(key) {
   return (await response.json()).data.map((model) => model.id);
 }
 
-// Yields {text, runs, pieces, calls, finish, usage} for each event that carries any of them.
+// Yields what each event has of {text, reasoning, runs, pieces, calls, finish, usage}; the others are undefined.
 export async function* streamChat(request, key, signal) {
   const response = await call("v1/chat/completions", {
     method: "POST",
@@ -37,12 +37,13 @@ function read(chunk) {
   if (chunk.error) throw new ApiTrouble(chunk.error.message);
   const choice = chunk.choices[0] ?? {};
   return {
-    text: choice.delta?.content ?? "",
-    runs: choice.speculation?.runs ?? [],
-    pieces: choice.speculation?.pieces ?? [],
-    calls: choice.delta?.tool_calls ?? [],
-    finish: choice.finish_reason ?? null,
-    usage: chunk.usage ?? null,
+    text: choice.delta?.content ?? undefined,
+    reasoning: choice.delta?.reasoning_content ?? undefined,
+    runs: choice.speculation?.runs,
+    pieces: choice.speculation?.pieces,
+    calls: choice.delta?.tool_calls,
+    finish: choice.finish_reason ?? undefined,
+    usage: chunk.usage ?? undefined,
   };
 }
 
@@ -52,9 +53,9 @@ async function* events(response) {
   for (;;) {
     const { value, done } = await reader.read().catch(brokenOff);
     if (done) return;
-    const parts = (held + value).split("\n\n");
-    held = parts.pop();
-    for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
+    const lines = (held + value).split("\n");
+    held = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6); // others are comments
   }
 }
 

@@ -7,12 +7,14 @@ import {
 import { Turn } from "./turn.js";
 
 const RETRY_MS = 2000;
+const KEPT = "specserve-conversation";
 const WIDE = matchMedia("(min-width: 75rem)");
 const [talk, welcome, composer, question, send, stop, status] = [
   "talk", "welcome", "composer", "question", "send", "stop", "status",
 ].map((id) => document.getElementById(id));
 
-let said = []; // the conversation so far
+let turns = []; // the conversation so far
+let replaced = null; // the turn, edited or unanswered, whose place the next question takes
 let running = null; // the AbortController of the running turn
 
 async function connect() {
@@ -33,39 +35,94 @@ function say(words, isTrouble = false) {
   status.classList.toggle("trouble", isTrouble);
 }
 
-async function ask(text) {
+async function ask(text, place = replaced) {
   const chosen = sampling();
   if (running || !text.trim() || !chosen) return;
-  const turn = new Turn(text, document.body.classList.contains("plain") ? "plain" : composer.mode.value);
-  const user = { role: "user", content: text };
-  begin(turn);
+  if (place) for (const turn of turns.splice(turns.indexOf(place))) turn.section.remove();
+  const messages = [...system(), ...turns.flatMap((turn) => turn.messages), { role: "user", content: text }];
+  const mode = document.body.classList.contains("plain") ? "plain" : composer.mode.value;
+  const turn = addTurn(text, mode);
+  begin(text);
   try {
-    await turn.run({ ...chosen, messages: [...system(), ...said, user] }, apiKey(), running.signal, follow());
-    if (turn.text && turn.section.isConnected) said.push(user, { role: "assistant", content: turn.text });
+    await turn.run({ ...chosen, messages }, apiKey(), running.signal, follow());
   } catch (error) {
     if (error.status !== 401) throw error;
-    question.value = text;
     askForKey();
   } finally {
-    finish();
+    finish(turn);
   }
 }
 
-function begin(turn) {
-  running = new AbortController();
-  if (!WIDE.matches) openSettings(false);
+function addTurn(text, mode) {
+  const turn = new Turn(text, mode, { edit, regenerate });
+  turns.push(turn);
+  talk.append(turn.section);
   if (welcome.contains(document.activeElement)) talk.focus();
   welcome.hidden = true;
-  talk.append(turn.section);
+  return turn;
+}
+
+function begin(text) {
+  running = new AbortController();
+  document.body.classList.add("running");
+  if (!WIDE.matches) openSettings(false);
   talk.scrollTop = talk.scrollHeight;
-  question.value = "";
-  fitQuestion();
+  if (question.value === text) put("");
+  replace(null);
   show(stop, send);
 }
 
-function finish() {
+function finish(turn) {
   running = null;
+  document.body.classList.remove("running");
   show(send, stop);
+  if (turns.includes(turn) && !turn.messages.length && !question.value) {
+    put(turn.question);
+    replaced = turn;
+  }
+  keep();
+}
+
+function put(text) {
+  question.value = text;
+  fitQuestion();
+}
+
+function replace(turn) {
+  replaced?.section.classList.remove("edited");
+  turn?.section.classList.add("edited");
+  replaced = turn;
+}
+
+// Puts a turn's question into the box, to ask another in its place; a second time takes it back.
+function edit(turn) {
+  const isEdited = turn.section.classList.contains("edited");
+  replace(isEdited ? null : turn);
+  put(isEdited ? "" : turn.question);
+  question.focus();
+}
+
+function regenerate(turn) {
+  ask(turn.question, turn);
+}
+
+// Keeps the conversation for a reload of this tab. If there is too little room, the oldest turns go.
+function keep() {
+  const records = turns.filter((turn) => turn.messages.length).map((turn) => turn.record);
+  for (; ; records.shift()) {
+    try {
+      return sessionStorage.setItem(KEPT, JSON.stringify(records));
+    } catch (error) {
+      if (!records.length) throw error;
+    }
+  }
+}
+
+function restore() {
+  for (const { question: text, mode, answers } of JSON.parse(sessionStorage.getItem(KEPT)) ?? []) {
+    addTurn(text, mode).replay(answers);
+  }
+  talk.scrollTop = talk.scrollHeight;
 }
 
 function show(shown, hidden) {
@@ -95,7 +152,9 @@ function fitQuestion() {
 
 function newChat() {
   running?.abort();
-  said = [];
+  turns = [];
+  replace(null);
+  keep();
   talk.replaceChildren(welcome);
   welcome.hidden = false;
   question.focus();
@@ -112,7 +171,9 @@ question.addEventListener("keydown", (event) => {
   ask(question.value);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Escape") return;
+  running?.abort();
+  if (replaced?.section.classList.contains("edited")) edit(replaced);
 });
 stop.addEventListener("click", () => running?.abort());
 document.getElementById("new-chat").addEventListener("click", newChat);
@@ -120,6 +181,8 @@ document.getElementById("open-settings").addEventListener("click", () => openSet
 document.getElementById("examples").addEventListener("click", (event) => {
   if (event.target instanceof HTMLButtonElement) ask(event.target.textContent);
 });
+addEventListener("pagehide", keep);
 onKey(connect);
 openSettings(WIDE.matches);
+restore();
 connect();

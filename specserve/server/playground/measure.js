@@ -5,20 +5,19 @@ const LEAST_READS = 4;
 
 export class Measure {
   constructor() {
-    this.begun = performance.now();
-    this.first = null; // when the first tokens came; firstTokens is how many
+    this.first = null; // when the first tokens came, in ms since the question was sent; firstTokens is how many
     this.firstTokens = 0;
-    this.last = this.begun;
+    this.last = 0;
     this.tokens = 0;
     this.reads = 0; // reads at distinct times
     this.steps = []; // tokens of each step
     this.usage = null;
   }
 
-  add(runs) {
-    const now = performance.now();
-    this.reads += now - this.last > 1;
-    this.last = now;
+  // Adds the runs of a read, at a time in ms since the question was sent.
+  add(runs, at) {
+    this.reads += at - this.last > 1;
+    this.last = at;
     const tokens = runs.reduce((sum, run) => sum + run, 0);
     if (this.first === null) {
       this.first = this.last;
@@ -31,7 +30,7 @@ export class Measure {
   }
 
   get secondsToFirst() {
-    return this.first === null ? null : (this.first - this.begun) / 1000;
+    return this.first === null ? null : this.first / 1000;
   }
 
   // Counts from the first tokens on, to leave out the prefill. Null for a few reads within a moment: tokens that waited
@@ -60,8 +59,8 @@ export function words(measure) {
 export function account({ prompt_tokens, speculation }, seed) {
   const { steps, drafted, accepted } = speculation;
   const drafts = drafted ? `${accepted} of ${drafted} drafted tokens accepted` : "no drafts";
-  const found = `${count(prompt_tokens, "token")} in the prompt, ${count(steps, "step")}; ${drafts}.`;
-  return seed === null ? found : `${found} Seed ${seed}.`;
+  const cost = `${count(prompt_tokens, "token")} in the prompt, ${count(steps, "step")}; ${drafts}.`;
+  return seed === null ? cost : `${cost} Seed ${seed}.`;
 }
 
 const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;

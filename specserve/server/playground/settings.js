@@ -1,10 +1,17 @@
-// The settings panel: a request's fields other than the messages. The API key is kept only in this tab.
+// The settings panel: a request's fields other than the messages. They stay in this tab, the API key too.
 
-const KEY = "specserve-api-key";
+const KEPT = "specserve-settings";
 const form = document.querySelector("#settings-form");
 const button = document.querySelector("#open-settings");
 
-form.key.value = sessionStorage.getItem(KEY) ?? "";
+const kept = JSON.parse(sessionStorage.getItem(KEPT));
+if (kept) {
+  for (const { name } of form.elements) if (name in kept && name !== "model") form[name].value = kept[name];
+  form.colours.checked = "colours" in kept;
+}
+document.addEventListener("change", () => {
+  sessionStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(new FormData(form))));
+});
 form.addEventListener("submit", (event) => event.preventDefault());
 
 export function openSettings(open) {
@@ -17,10 +24,7 @@ export const apiKey = () => form.key.value.trim();
 export const systemPrompt = () => form.system.value.trim();
 
 export function onKey(listener) {
-  form.key.addEventListener("change", () => {
-    sessionStorage.setItem(KEY, apiKey());
-    listener();
-  });
+  form.key.addEventListener("change", listener);
 }
 
 for (const field of [form.tools, form.schema]) {
@@ -44,7 +48,7 @@ export function askForKey() {
 }
 
 export function showModels(names) {
-  const chosen = form.model.value;
+  const chosen = form.model.value || kept?.model;
   form.model.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
 }
 

@@ -1,19 +1,27 @@
 // One question with its answer, or with two answers side by side.
 
-import { Answer, made } from "./answer.js";
+import { Answer } from "./answer.js";
 import { streamChat } from "./client.js";
+import { button, made } from "./dom.js";
 
 const TITLES = new Map([[true, "With speculation"], [false, "Without speculation"]]);
 
 export class Turn {
-  constructor(question, mode) {
+  constructor(question, mode, { edit, regenerate }) {
+    this.question = question;
+    this._mode = mode;
     this.both = mode === "both";
     const sides = this.both ? [true, false] : [mode === "on"];
     this.answers = sides.map((side) => new Answer(mode === "plain" ? "Answer" : TITLES.get(side), side));
     this.section = made("section", this.both ? "turn both" : "turn");
+    const changes = made("div", "changes");
+    changes.append(
+      button("Edit", "Ask another question here", () => edit(this)),
+      button("Regenerate", "Ask this question again", () => regenerate(this)),
+    );
     const cards = made("div", "answers");
     cards.append(...this.answers.map((answer) => answer.card));
-    this.section.append(made("p", "question", question), cards);
+    this.section.append(made("p", "question", question), changes, cards);
   }
 
   // Runs the answers one after the other: run together, they would slow each other down.
@@ -21,31 +29,48 @@ export class Turn {
     for (const answer of this.answers) {
       if (!(await ask(answer, request, key, signal, changed))) return;
     }
-    if (this.both) this.section.append(made("p", "verdict", verdict(...this.answers)));
+    this._compare();
     changed();
   }
 
-  get text() {
-    return this.answers[0].text;
+  // The turn's messages of the conversation: none until there is an answer.
+  get messages() {
+    const { message } = this.answers[0];
+    return message ? [{ role: "user", content: this.question }, message] : [];
+  }
+
+  get record() {
+    return { question: this.question, mode: this._mode, answers: this.answers.map((answer) => answer.record) };
+  }
+
+  // Shows the answers again from their records.
+  replay(records) {
+    this.answers.forEach((answer, index) => records[index] && answer.replay(records[index]));
+    if (records.every((record) => record?.end && !record.end.trouble)) this._compare();
+  }
+
+  _compare() {
+    if (this.both) this.section.append(made("p", "verdict", verdict(...this.answers)));
   }
 }
 
 // Returns whether the answer is complete. Shows errors on its card; throws only for a missing API key.
 async function ask(answer, request, key, signal, changed) {
+  const end = { seed: request.temperature > 0 ? request.seed : null };
   answer.begin();
   try {
-    for await (const chunk of streamChat({ ...request, speculation: { enabled: answer.speculates } }, key, signal)) {
-      answer.add(chunk);
+    for await (const event of streamChat({ ...request, speculation: { enabled: answer.speculates } }, key, signal)) {
+      answer.add(event);
       changed();
     }
     return true;
   } catch (error) {
-    const stopped = error.name === "AbortError";
-    answer.note(stopped ? "Stopped." : error.message, stopped ? "note" : "error");
+    end.isError = error.name !== "AbortError";
+    end.trouble = end.isError ? error.message : "Stopped.";
     if (error.status === 401) throw error;
     return false;
   } finally {
-    answer.end(request.temperature > 0 ? request.seed : null);
+    answer.end(end);
     changed();
   }
 }
