@@ -34,6 +34,11 @@ def sendable(keys: tuple[str, ...]) -> str | None:
     return None if good else "must be printable ASCII, as it is sent in a header"
 
 
+def collector(address: str) -> str | None:
+    good = re.match("(grpc|https?)://[^/]", address)
+    return None if good else f"must be like grpc://HOST:4317 or http://HOST:4318/v1/traces, found {address!r}"
+
+
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 

@@ -127,6 +127,12 @@ class Settings:
         "answered, request_id.",
         choices=("text", "json"),
     )
+    otlp_traces_endpoint: str | None = server(
+        None,
+        "Collector of OpenTelemetry spans, one of each call that generates: grpc://HOST:4317, or, over HTTP, "
+        "http://HOST:4318/v1/traces. Needs `pip install 'specserve[otlp]'`.",
+        check=checks.collector,
+    )
     cors_origin: tuple[str, ...] = server(
         (),
         "Origins whose pages may call this server from a browser, `*` for any. Default: none.",
@@ -261,13 +267,8 @@ class Settings:
         "Give a request the same bits whatever else is in its batch, with drafts and without. Always on in bfloat16 "
         "on a GPU with the attention backend triton; refused elsewhere.",
     )
-    enable_torch_compile: bool = engine(
-        False,
-        "Accepted for SGLang's commands; has no effect, because steps run as CUDA graphs of fused kernels.",
-    )
-    torch_compile_max_bs: int | None = engine(
-        None, "Accepted; has no effect, like `--enable-torch-compile`.", low=1
-    )
+    enable_torch_compile: bool = engine(False, "Accepted for SGLang's commands; has no effect.")
+    torch_compile_max_bs: int | None = engine(None, "The same.", low=1)
     tensor_parallel_size: int = engine(
         1,
         "Must be 1: the model runs on one device in this version.",

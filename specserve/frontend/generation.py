@@ -95,6 +95,7 @@ class Generation:
             output_processor(tokenizer, job.prompt, job.params, job.parser, job.by_token) for job in jobs
         ]
         self._started = self._first_at = self._last = [0.0] * len(jobs)
+        self._queued = 0.0  # seconds, of the first answer that began
         self._inbox: Inbox | None = None
         self._first: Tokens | None = None
 
@@ -107,6 +108,22 @@ class Generation:
         """Seconds from submitting the jobs to their first token; None before it."""
         pairs = zip(self._started, self._first_at, strict=True)
         return min((first - started for started, first in pairs if first > started), default=None)
+
+    @property
+    def durations(self) -> dict[str, float]:
+        """The call's parts so far in seconds, under vLLM's names; none before the first token."""
+        if (first := self.first_token) is None:
+            return {}
+        total = max(self._last) - min(self._started)
+        prefill = max(first - self._queued, 0.0)
+        return {
+            "e2e": total,
+            "time_to_first_token": first,
+            "time_in_queue": self._queued,
+            "time_in_model_prefill": prefill,
+            "time_in_model_decode": total - first,
+            "time_in_model_inference": prefill + total - first,
+        }
 
     def submit(self) -> None:
         """Submit the jobs to the engine."""
@@ -169,6 +186,8 @@ class Generation:
     def _measure(self, index: int, delta: Delta, queued: float) -> None:
         now = time.monotonic()
         if len(self._outputs[index].answer.token_ids) == len(delta.token_ids):
+            if self.first_token is None:
+                self._queued = queued
             self._first_at[index] = now
             self._clock.queued(queued)
             if delta.token_ids:  # empty if only the prompt was to be scored

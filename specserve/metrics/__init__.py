@@ -1,1 +1,1 @@
-"""Prometheus metrics of the front process."""
+"""What the front process tells of its work: Prometheus metrics and OpenTelemetry spans."""

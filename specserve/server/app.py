@@ -65,7 +65,7 @@ def create_app(front: Front) -> FastAPI:
             expose_headers=[HEADER],
         )
     app.add_middleware(CountAnswers, front=front)
-    app.add_middleware(RequestIds, logs=not front.settings.disable_log_requests)
+    app.add_middleware(RequestIds, logs=not front.settings.disable_log_requests, traces=front.traces)
     return app
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -29,12 +29,26 @@ from specserve.process.client import EngineClient
 from specserve.server import schema
 from specserve.server.errors import ApiError
 
+if TYPE_CHECKING:
+    from specserve.metrics.traces import Traces
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The caller of the current request: a digest of its key."""
 _WITHOUT = "this server runs without a tokenizer (--skip-tokenizer-init)"
+
+
+def _traces_to(endpoint: str | None) -> Traces | None:
+    if endpoint is None:
+        return None
+    try:
+        from specserve.metrics.traces import Traces
+    except ImportError as error:
+        words = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'specserve[otlp]'"
+        raise ValueError(f"{words} ({error})") from None
+    return Traces(endpoint)
 
 
 def is_served(model: str, names: Sequence[str]) -> bool:
@@ -209,6 +223,7 @@ class Front:
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.engine = engine
         self.metrics = Metrics(lambda: engine.stats, lambda: engine.restarts, self._first_name)
+        self.traces = _traces_to(settings.otlp_traces_endpoint)
         self.token_statistics = TokenStatistics() if settings.token_statistics else None
         self.started = int(time.time())
         self.stopping = False
@@ -244,6 +259,8 @@ class Front:
 
     def close(self) -> None:
         self.tokenizing.thread.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
 
     @property
     def served(self) -> Served | None:

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -32,6 +32,9 @@ from specserve.server.errors import HEADER, ApiError, BodyError
 from specserve.server.front import TENANT, Front
 from specserve.server.playground import PATHS
 from specserve.server.writer import CLIENT_LEFT, ENDED_BY, WRITERS, Writer
+
+if TYPE_CHECKING:
+    from specserve.metrics.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +134,12 @@ def allow_files() -> None:
 
 class RequestIds:
     """Take the client's id or make one. Log each request at its end, without its content: at info only with ``logs``,
-    and neither probes nor what was read with success."""
+    and neither probes nor what was read with success. Trace those that generate."""
 
-    def __init__(self, app: ASGIApp, logs: bool) -> None:
+    def __init__(self, app: ASGIApp, logs: bool, traces: Traces | None) -> None:
         self._app = app
         self._logs = logs
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -158,7 +162,11 @@ class RequestIds:
             await self._app(scope, receive, named)
         finally:
             status = scope.get(ENDED_BY, status)  # a stream's, which began with 200
-            self._log(scope, status, time.monotonic() - began, writers)
+            seconds = time.monotonic() - began
+            self._log(scope, status, seconds, writers)
+            if self._traces is not None:
+                for writer in writers:
+                    self._traces.record(scope["headers"], seconds, status >= 500, writer.attributes())
 
     def _log(self, scope: Scope, status: int, seconds: float, writers: Sequence[Writer]) -> None:
         method, path = scope["method"], scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")

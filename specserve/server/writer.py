@@ -95,6 +95,29 @@ class Writer(ABC):
             ]
         )
 
+    def attributes(self) -> dict[str, Any]:
+        """Return what a span tells of the call, without its content, under the names of vLLM and OpenTelemetry."""
+        generation, usage = self.generation, self.usage()
+        params = generation.jobs[0].params
+        found = {
+            "request.id": generation.name,
+            "request.model": self._head["model"],
+            "request.n": 1 + max(job.choice for job in generation.jobs),
+            "request.max_tokens": params.max_tokens,
+            "request.temperature": params.temperature,
+            "request.top_p": params.top_p,
+            "response.finish_reasons": [
+                answer.finish_reason or "unfinished" for answer in generation.answers
+            ],
+            "usage.prompt_tokens": usage.prompt_tokens,
+            "usage.completion_tokens": usage.completion_tokens,
+            "usage.input_tokens": usage.prompt_tokens,
+            "usage.output_tokens": usage.completion_tokens,
+            "usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+            **{f"latency.{name}": seconds for name, seconds in generation.durations.items()},
+        }
+        return {f"gen_ai.{name}": value for name, value in found.items() if value is not None}
+
     async def respond(self) -> Response:
         """Return the answer, after the jobs were submitted. Cancelling it aborts the jobs that have not ended."""
         if self._streams:
