@@ -29,13 +29,16 @@ def cores(threads: int) -> str | None:
 
 
 def sendable(keys: tuple[str, ...]) -> str | None:
-    """Refuse a key that a header can't carry unchanged, such as non-ASCII text."""
+    """Refuse a key that a header can't carry unchanged, such as non-ASCII text, and NAME= alone. A random key in base64
+    may end in = too, but is longer than most names."""
+    if any(re.fullmatch("[A-Za-z][A-Za-z0-9_.-]{0,19}=+", key.strip()) for key in keys):
+        return "must not be NAME= without a key"
     good = all(key.isascii() and key.strip().isprintable() for key in keys)
     return None if good else "must be printable ASCII, as it is sent in a header"
 
 
 def collector(address: str) -> str | None:
-    good = re.match("(grpc|https?)://[^/]", address)
+    good = re.fullmatch("(grpc://)?[^/]+:[0-9]+|https?://[^/].*", address)
     return None if good else f"must be like grpc://HOST:4317 or http://HOST:4318/v1/traces, found {address!r}"
 
 

@@ -43,6 +43,7 @@ _NO_EFFECT = _by_flag({
     "metrics are always at /metrics": (
         "enable-metrics", "collect-tokens-histogram", "enable-server-load-tracking", "show-time-cost"
     ),
+    "calls are traced with --otlp-traces-endpoint": ("enable-trace", "collect-detailed-traces"),
     "usage always tells cached tokens": ("enable-cache-report", "enable-prompt-tokens-details"),
     "tools are chosen freely unless a request says otherwise": ("enable-auto-tool-choice",),
     "long prompts are always prefilled in chunks, between steps": ("enable-chunked-prefill", "enable-mixed-chunk"),

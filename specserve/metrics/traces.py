@@ -52,8 +52,8 @@ class Traces:
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    """An address of HTTP has a path, one of gRPC has none."""
-    address = urlsplit(endpoint)
+    """An address of HTTP has a path; one of gRPC has none, and maybe no scheme."""
+    address = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
     if address.path.strip("/"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 

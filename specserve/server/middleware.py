@@ -165,8 +165,10 @@ class RequestIds:
             seconds = time.monotonic() - began
             self._log(scope, status, seconds, writers)
             if self._traces is not None:
+                call = {"http.response.status_code": status, f"http.request.header.{HEADER}": [name]}
                 for writer in writers:
-                    self._traces.record(scope["headers"], seconds, status >= 500, writer.attributes())
+                    attributes = {**writer.attributes(), **call}
+                    self._traces.record(scope["headers"], seconds, status >= 500, attributes)
 
     def _log(self, scope: Scope, status: int, seconds: float, writers: Sequence[Writer]) -> None:
         method, path = scope["method"], scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")

@@ -175,6 +175,7 @@ def test_values_of_all_kinds() -> None:
         ("--max-running-requests -1", {}, "--max-running-requests: must be from 1 to 65536, found -1"),
         ("--disable-overlap-schedule --overlap-schedule on", {}, "contradicts"),
         ("--api-key=", {}, "--api-key: must be texts, none empty"),
+        ("--api-key c2VjcmV0IGtleSBvZiBvdXJz= team-a=", {}, "--api-key: must not be NAME= without a key"),
         ("--api-key=schlüssel", {}, "--api-key: must be printable ASCII, as it is sent in a header"),
         ("", {"SPECSERVE_API_KEY": "a\nb"}, "SPECSERVE_API_KEY: must be printable ASCII"),
         ("--cors-origin foo", {}, "--cors-origin: must be * or what browsers send, like https://example.com:8443"),

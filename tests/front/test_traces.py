@@ -56,7 +56,7 @@ def over_grpc(received: list[bytes]) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield f"grpc://127.0.0.1:{port}"
+    yield f"127.0.0.1:{port}"
     server.stop(None).wait()
 
 
@@ -84,7 +84,10 @@ def test_a_span_for_each_call(serve: Serve, collector: Any) -> None:
         client, _ = serve("abcdefg", otlp_traces_endpoint=endpoint)
         chat = {"model": "tiny", "messages": [{"role": "user", "content": SECRET}], "temperature": 0.5}
         assert (
-            client.post("/v1/chat/completions", json=chat, headers={"traceparent": PARENT}).status_code == 200
+            client.post(
+                "/v1/chat/completions", json=chat, headers={"traceparent": PARENT, "x-request-id": "mine"}
+            ).status_code
+            == 200
         )
         text = {
             "model": "tiny",
@@ -107,6 +110,8 @@ def test_a_span_for_each_call(serve: Serve, collector: Any) -> None:
     assert (text_span.parent_span_id, text_span.status.code) == (b"", text_span.status.STATUS_CODE_UNSET)
     assert failed.status.code == failed.status.STATUS_CODE_ERROR
     assert first["gen_ai.request.temperature"] == 0.5
+    assert [each["http.response.status_code"] for each in (first, second, third)] == [200, 200, 500]
+    assert first["http.request.header.x-request-id"].values[0].string_value == "mine"
     assert second["gen_ai.request.id"].startswith("cmpl-r")
     expected = {"request.model": "tiny", "request.n": 2, "request.max_tokens": 3, "request.top_p": 1.0,
                 "usage.prompt_tokens": len(SECRET) + 1, "usage.completion_tokens": 12,
@@ -129,7 +134,9 @@ def test_the_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_front(FakeEngine(text_reply("a", True), 1), otlp_traces_endpoint="grpc://127.0.0.1:4317")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:4317", "grpc://", "http:///v1/traces", "ftp://a"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "grpc://", "grpc://a:1/b", "http:///v1/traces", "ftp://a:1"]
+)
 def test_addresses(address: str) -> None:
     with pytest.raises(ValueError, match="--otlp-traces-endpoint: must be like grpc://HOST:4317"):
         Settings(otlp_traces_endpoint=address)
