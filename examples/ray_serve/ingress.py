@@ -29,7 +29,14 @@ ROUTES = (
     ("GET", "/v1/models"),
     ("GET", "/health"),
 )
-SENT = ("content-type", "authorization", "x-request-id")  # headers that replicas get
+SENT = (
+    "content-type",
+    "authorization",
+    "x-api-key",
+    "x-request-id",
+    "traceparent",
+    "tracestate",
+)  # to replicas
 ATTEMPTS = 5
 ELSEWHERE = (429, 502, 503)  # answers after which another replica is asked
 LOST = (RayError, RayServeException)  # Serve's own errors, no replica at all among them, are no RayErrors
