@@ -184,5 +184,5 @@ document.getElementById("examples").addEventListener("click", (event) => {
 addEventListener("pagehide", keep);
 onKey(connect);
 openSettings(WIDE.matches);
-restore();
 connect();
+restore();
