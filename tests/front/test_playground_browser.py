@@ -300,6 +300,28 @@ def test_a_failed_question_returns_to_its_box(page: api.Page, server: Server) ->
     answered(page)
     assert page.locator(".turn").count() == 1
     assert page.locator(".token").count() > 0
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=refuse))
+    page.get_by_role("button", name="Regenerate").click()
+    api.expect(page.locator(".error")).to_be_visible()
+    answered(page)
+    api.expect(page.get_by_label("Message")).to_have_value("Hello?")
+    page.keyboard.press("Escape")
+    page.reload()
+    api.expect(page.locator(".turn")).to_have_count(1)
+    assert page.locator(".token").count() > 0
+
+
+def test_a_reload_keeps_what_has_arrived(page: api.Page, slow_server: Server) -> None:
+    page.goto(slow_server.url + "/")
+    give_key(page)
+    page.get_by_label("Message").fill("abc")
+    page.keyboard.press("Enter")
+    page.locator(".token").nth(10).wait_for(state="attached")
+    page.reload()
+    api.expect(page.locator(".answer")).to_contain_text("Stopped.")
+    assert page.locator(".token").count() > 10
+    api.expect(page.locator("#status")).to_have_text("tiny", timeout=PATIENCE_MS)
+    wait(lambda: slow_server.running() == 0, 5)
 
 
 def test_phone_has_no_sideways_scroll(page: api.Page, server: Server) -> None:

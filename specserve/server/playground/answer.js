@@ -15,7 +15,8 @@ export class Answer {
     this._reasoning = "";
     this._calls = [];
     this._tokens = new Tokens();
-    this._frame = null;
+    this._timer = null; // of the next redraw
+    this._pause = 0; // ms until then
     this._make(title);
   }
 
@@ -39,7 +40,9 @@ export class Answer {
     this.card.append(copy, made("h3", "", title), this._thoughts, shown, this._asked);
   }
 
-  begin() {
+  // Calls onRedraw whenever the card may have grown.
+  begin(onRedraw = () => {}) {
+    this._onRedraw = onRedraw;
     this.record = { events: [], end: null };
     this._begun = performance.now();
     this.card.setAttribute("aria-busy", "true");
@@ -59,7 +62,7 @@ export class Answer {
       this.measure.add(runs, event.at);
       if (!this._cost.isConnected) this._asked.after(this._cost);
     }
-    this._frame ??= requestAnimationFrame(() => this._redraw());
+    this._timer ??= setTimeout(() => this._redraw(), this._pause);
   }
 
   _addReasoning(text) {
@@ -122,9 +125,11 @@ export class Answer {
     this.card.append(made("p", className, message));
   }
 
+  // Pauses longer the longer this takes, so that the page still reacts while a long answer grows.
   _redraw() {
-    if (this._frame !== null) cancelAnimationFrame(this._frame);
-    this._frame = null;
+    clearTimeout(this._timer);
+    this._timer = null;
+    const begun = performance.now();
     this._markdown.show();
     const rows = Object.entries(words(this.measure)).map(([name, value]) => {
       const row = made("div");
@@ -133,5 +138,7 @@ export class Answer {
     });
     this._figures.replaceChildren(...rows);
     if (this.measure.steps.length) draw(this._chart, this.measure.steps, this.measure.tokensPerStep);
+    this._onRedraw();
+    this._pause = 16 + 3 * (performance.now() - begun);
   }
 }

@@ -38,7 +38,8 @@ function say(words, isTrouble = false) {
 async function ask(text, place = replaced) {
   const chosen = sampling();
   if (running || !text.trim() || !chosen) return;
-  if (place) for (const turn of turns.splice(turns.indexOf(place))) turn.section.remove();
+  const old = place ? turns.splice(turns.indexOf(place)) : [];
+  for (const turn of old) turn.section.remove();
   const messages = [...system(), ...turns.flatMap((turn) => turn.messages), { role: "user", content: text }];
   const mode = document.body.classList.contains("plain") ? "plain" : composer.mode.value;
   const turn = addTurn(text, mode);
@@ -49,7 +50,7 @@ async function ask(text, place = replaced) {
     if (error.status !== 401) throw error;
     askForKey();
   } finally {
-    finish(turn);
+    finish(turn, old);
   }
 }
 
@@ -72,15 +73,22 @@ function begin(text) {
   show(stop, send);
 }
 
-function finish(turn) {
+function finish(turn, old) {
   running = null;
   document.body.classList.remove("running");
   show(send, stop);
-  if (turns.includes(turn) && !turn.messages.length && !question.value) {
-    put(turn.question);
-    replaced = turn;
-  }
+  if (turns.includes(turn) && !turn.messages.length) giveBack(turn, old.filter((each) => each.messages.length));
   keep();
+}
+
+// A question without an answer returns to its box, and the turns whose place it took come back.
+function giveBack(turn, old) {
+  turns.splice(-1, 0, ...old);
+  turn.section.before(...old.map((each) => each.section));
+  if (question.value) return;
+  put(turn.question);
+  if (old.length) replace(old[0]);
+  else replaced = turn;
 }
 
 function put(text) {
@@ -181,6 +189,7 @@ document.getElementById("open-settings").addEventListener("click", () => openSet
 document.getElementById("examples").addEventListener("click", (event) => {
   if (event.target instanceof HTMLButtonElement) ask(event.target.textContent);
 });
+addEventListener("beforeunload", () => running?.abort());
 addEventListener("pagehide", keep);
 onKey(connect);
 openSettings(WIDE.matches);

@@ -57,11 +57,10 @@ export class Turn {
 // Returns whether the answer is complete. Shows errors on its card; throws only for a missing API key.
 async function ask(answer, request, key, signal, changed) {
   const end = { seed: request.temperature > 0 ? request.seed : null };
-  answer.begin();
+  answer.begin(changed);
   try {
     for await (const event of streamChat({ ...request, speculation: { enabled: answer.speculates } }, key, signal)) {
       answer.add(event);
-      changed();
     }
     return true;
   } catch (error) {
