@@ -234,7 +234,7 @@ STEPS = [
 
 
 def test_markdown_in_colours_and_without(page: api.Page, server: Server) -> None:
-    """Each character keeps its token's colour, and HTML is text."""
+    """Each character keeps its token's colour, and HTML is text. Settings survive a reload, faulty ones too."""
     thought = choice({"reasoning_content": "A **b"}, "<think>", "A **b", "</think>")
     answer_with(page, [thought, *(choice({"content": "".join(step)}, *step) for step in STEPS)])
     visit(page, server)
@@ -254,6 +254,12 @@ def test_markdown_in_colours_and_without(page: api.Page, server: Server) -> None
     assert text.locator(".token").evaluate_all(colours) == 1
     page.reload()
     assert not page.get_by_role("checkbox", name="Colours").is_checked()
+    page.get_by_label("Tools").fill("[{")
+    page.get_by_label("Message").focus()
+    page.reload()
+    page.get_by_label("Message").fill("b")
+    page.keyboard.press("Enter")
+    api.expect(page.get_by_label("Tools")).to_be_focused()
     assert text.locator("strong").inner_text() == "bold"
 
 

@@ -28,7 +28,9 @@ export function onKey(listener) {
 }
 
 for (const field of [form.tools, form.schema]) {
-  field.addEventListener("input", () => field.setCustomValidity(fault(field.value)));
+  const check = () => field.setCustomValidity(fault(field.value));
+  field.addEventListener("input", check);
+  check();
 }
 
 function fault(text) {
@@ -40,7 +42,9 @@ function fault(text) {
   }
 }
 
-const read = (text) => (text.trim() ? JSON.parse(text) : undefined);
+function read(text) {
+  return text.trim() ? JSON.parse(text) : undefined;
+}
 
 export function askForKey() {
   openSettings(true);
