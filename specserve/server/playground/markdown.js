@@ -33,20 +33,21 @@ export class Markdown {
     for (const { nodes } of this._blocks.splice(same)) for (const node of nodes) node.remove();
     let begin = this._blocks.reduce((sum, { raw }) => sum + raw.length, 0);
     for (const token of found.slice(same)) {
-      const nodes = build(token, new Source(this._text, this._looks, begin));
+      const end = begin + token.raw.length;
+      const nodes = build(token, new Source(this._text.slice(begin, end), this._looks.slice(begin, end)));
       this._root.append(...nodes);
       this._blocks.push({ raw: token.raw, nodes });
-      begin += token.raw.length;
+      begin = end;
     }
   }
 }
 
 // Walks through a block as it was written, to colour what is shown of it.
 class Source {
-  constructor(text, looks, begin) {
+  constructor(text, looks) {
     this._text = text;
     this._looks = looks;
-    this._next = begin;
+    this._next = 0;
   }
 
   skipLine() {
@@ -58,9 +59,9 @@ class Source {
     const parts = [];
     for (const character of text) {
       const at = this._text.indexOf(character, this._next);
-      const look = this._looks[at < 0 ? this._next : at];
       if (at >= 0) this._next = at + character.length;
-      if (parts.at(-1)?.look !== look) parts.push({ look, text: "" });
+      const look = this._looks[Math.max(0, this._next - 1)];
+      if (!parts.length || parts.at(-1).look !== look) parts.push({ look, text: "" });
       parts.at(-1).text += character;
     }
     return parts.map((part) => span({ ...part.look, text: part.text }));
