@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,7 @@ from specserve.layers import linear
 from specserve.layers.formats.rounded import RoundedLayout
 from specserve.methods import NONE
 from specserve.outputs import RequestOutput
+from specserve.scheduler.observers import DraftTemperatureObserver
 from specserve.speculation.step import draft_tree
 
 SHAPES = [
@@ -55,14 +56,22 @@ SHAPES = [
 ]
 
 
+GUESSES = ("at a learned temperature", "at the request's", "without noise")
+
+
 @contextmanager
-def drafting(coupled: bool) -> Iterator[None]:
-    """Uncoupled: candidates are the draft's most likely tokens, as the peers draft, whatever the sampler's noise."""
+def guessing(how: str) -> Iterator[None]:
+    """Guess as the engine does, always at the request's temperature, or without the sampler's noise: the draft's most
+    likely tokens, as the peers draft."""
 
     def without_noise(context: Any, view: Any, shape: Any, sampling: Any) -> Any:
-        return draft_tree(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
+        return draft_tree(context, view, shape, replace(sampling, noise_BDV=None))
 
-    with patch("specserve.speculation.step.draft_tree", without_noise):
+    with ExitStack() as stack:
+        if how == GUESSES[1]:
+            stack.enter_context(patch.object(DraftTemperatureObserver, "emitted", lambda *_: None))
+        if how == GUESSES[2]:
+            stack.enter_context(patch("specserve.speculation.step.draft_tree", without_noise))
         yield
 
 
@@ -94,13 +103,13 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
             LLM(speculative_algorithm=algorithm, max_running_requests=args.batch, **settings) as llm,
         ):
             for temperature in args.temperatures:
-                for coupled in (True, False) if temperature else (True,):
-                    with drafting(coupled):
+                for how in GUESSES if temperature else GUESSES[:1]:
+                    with guessing(how):
                         outputs = run_prompts(llm, rows, temperature=temperature)
                     texts = list(zip(outputs, rows, strict=True))
                     yield {
                         **{"algorithm": algorithm, "shape": shape, "target": target, "weights": rounded},
-                        **{"temperature": temperature, "coupled": coupled},
+                        **{"temperature": temperature, "guesses": how},
                         "accepted share": sum(o.speculation.accepted for o in outputs)
                         / sum(o.speculation.drafted for o in outputs),
                         "all": tokens_per_step(outputs),
@@ -110,7 +119,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def main() -> None:
-    """Tokens per step on held-out prompts by drafter, shape and temperature, and coupled against uncoupled drafting.
+    """Tokens per step on held-out prompts by drafter, shape, temperature and way of guessing.
 
         python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8 int4]
             [--quantization none fp8 int8 int4] [--output FILE]
