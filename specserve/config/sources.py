@@ -281,8 +281,10 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, `name: value` a line.")
-    for flag in _NO_EFFECT:
-        parser.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
+    for flag in _NO_EFFECT:  # a switch must not swallow the model that follows it
+        switch = re.match("--(enable|disable|skip|async|show)-", flag)
+        takes: dict[str, Any] = {"action": "store_true"} if switch else {"nargs": "*"}
+        parser.add_argument(flag, help=argparse.SUPPRESS, **takes)
     groups = {group: parser.add_argument_group(group) for group in GROUPS}
     for declared in SETTINGS.values():
         shape, help = _shape(declared), declared.help.replace("%", "%%")

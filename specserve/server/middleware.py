@@ -42,6 +42,7 @@ PROBES = ("/health", "/live", "/ping")
 OPEN = (*PROBES, "/metrics", *PATHS)
 PAUSE = 60.0  # seconds that a client may send nothing of its body
 MAX_DEPTH = 32
+MOST_NAMES = 100  # of unknown fields that are logged
 MAX_KEYS = 1024  # more than any field needs; validation may report every key of an object
 _NESTING = frozenset((list, dict))
 _VALID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -258,14 +259,17 @@ class UnknownFields:
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app
         self._front = front
+        self._names: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         UNKNOWN.set(self._take)
         await self._app(scope, receive, send)
 
     def _take(self, name: str) -> None:
-        word = re.fullmatch("[a-z][a-z_]{0,39}", name)
-        self._front.note_once(f"the unknown field {name}" if word else "an unknown field")
+        if re.fullmatch("[a-z][a-z_]{0,39}", name) and len(self._names) < MOST_NAMES:
+            self._names.add(name)
+        told = f"the unknown field {name}" if name in self._names else "an unknown field"
+        self._front.note_once(told)
 
 
 class CountAnswers:

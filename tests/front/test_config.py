@@ -157,6 +157,7 @@ def test_values_of_all_kinds() -> None:
         ("--generation-config vllm", {}, "here it is --sampling-defaults (model for auto, openai for vllm)"),
         ("--sampling-defaults vllm", {}, "--sampling-defaults: must be one of model, openai, found 'vllm'"),
         ("--port 5 serve", {}, "unexpected argument 'serve'"),
+        ("--enable-prefix-caching org/name", {}, "unexpected argument 'org/name'"),
         ("a --model b", {}, "--model-path: given twice, first as 'a'"),
         ("--port", {}, "--port: expected one argument"),
         ("--port x", {}, "--port: must be an integer, found 'x'"),

@@ -9,6 +9,7 @@ import pytest
 
 from specserve.messages import Stats, StepTotals
 from specserve.process.worker import Throughput
+from specserve.server import middleware
 from tests.front.conftest import Serve
 
 
@@ -77,7 +78,9 @@ def test_no_line_for_a_call(serve: Serve, caplog: pytest.LogCaptureFixture) -> N
     assert caplog.messages[0].startswith("POST /v1/completions: 50")
 
 
-def test_unknown_fields_are_logged_if_asked_for(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_logged_if_asked_for(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = {"role": "user", "content": "Hello", "cached": True}
     asked = {
         **CHAT,
@@ -89,6 +92,7 @@ def test_unknown_fields_are_logged_if_asked_for(serve: Serve, caplog: pytest.Log
     refusing, _ = serve()
     assert refusing.post("/v1/chat/completions", json=asked).status_code == 400
     assert not caplog.messages
+    monkeypatch.setattr(middleware, "MOST_NAMES", 3)
     client, engine = serve(unknown_fields="log")
     for _ in range(2):
         assert client.post("/v1/chat/completions", json=asked).status_code == 200
@@ -99,6 +103,8 @@ def test_unknown_fields_are_logged_if_asked_for(serve: Serve, caplog: pytest.Log
         "the unknown field mood",
         "the unknown field why",
     ]
+    client.post("/v1/chat/completions", json={**CHAT, "fourth": 1})
+    assert not any("fourth" in message for message in caplog.messages), "there is no end of names"
     assert client.post("/v1/chat/completions", json={**CHAT, "store": True}).status_code == 400, (
         "known, and refused"
     )
