@@ -13,14 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.interpreter import types_are_remembered
-
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
-
 
 LONGEST = (
     "test_ops_compile",
@@ -48,6 +42,16 @@ LONGEST = (
 """Files that run first, so that all processes end at about the same time."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no":
+        return  # this process hands out tests to others, which wait until it has imported what it needs
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+    config.pluginmanager.import_plugin("tests.fixtures")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Importing tests makes no garbage, only many objects, which would be looked through time and again."""
@@ -58,11 +62,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if not HAS_GPU and item.get_closest_marker("gpu") is not None:
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
 
 
@@ -132,6 +138,8 @@ def interpreter_rounds_to_fp8() -> Iterator[None]:
     except ImportError:
         yield
         return
+    import torch
+
     convert = interpreter._convert_float
 
     def rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:

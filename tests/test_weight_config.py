@@ -20,8 +20,8 @@ from specserve.layers.formats.gptq import GptqLayout
 from specserve.layers.formats.pack_quantized import PackQuantizedLayout
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
-from tests.conftest import Quantized
 from tests.engines import make_scheduler
+from tests.fixtures import Quantized
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.quantized import (
     FLOAT8,

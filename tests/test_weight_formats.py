@@ -24,8 +24,8 @@ from specserve.models.checkpoint import load_target
 from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.tools.train.attend import CausalAttend, Packing
-from tests.conftest import Quantized
 from tests.engines import Checkpoints, answer_all, held_as_on_a_gpu, make_scheduler
+from tests.fixtures import Quantized
 from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import load_checkpoint, make_llama, save_checkpoint

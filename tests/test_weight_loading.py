@@ -23,8 +23,8 @@ from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
-from tests.conftest import Quantized
 from tests.engines import held_as_on_a_gpu
+from tests.fixtures import Quantized
 from tests.reference import llama
 from tests.reference.models import load_checkpoint, make_llama, save_checkpoint
 from tests.reference.packed_bits import awq, by_activations, gptq, pack_quantized

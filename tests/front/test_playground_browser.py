@@ -1,4 +1,4 @@
-"""The playground in headless Chromium. Skipped, with the reason, if playwright or Chromium is missing."""
+"""The playground in headless Chromium. Skipped, with the reason, if it is missing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright import sync_api as api
 
 from tests.front.fakes import byte_tokenizer
 from tests.front.test_process import Server, running, wait
 
-api = pytest.importorskip(
-    "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
-)
 pytestmark = pytest.mark.browser
 
 QUESTION = "List 3 countries and their capitals."

@@ -1,7 +1,8 @@
-"""Small checkpoints that several tests serve, made once per run."""
+"""Small checkpoints that several tests serve, made once per run, and where kernels are tested."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -11,6 +12,8 @@ from unittest.mock import patch
 
 import pytest
 import tokenizers
+import torch
+from torch import Tensor
 
 from specserve.config.paths import BUNDLED_MODEL
 from tests.engines import Checkpoints
@@ -53,6 +56,34 @@ def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
         "P_EAGLE": make_p_eagle(path / "p_eagle", target, layers=2, agree=True),
     }
     return Checkpoints(target, eagle, eagle3, others)
+
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("cuda", dtype), id=f"cuda-{str(dtype)[6:]}", marks=pytest.mark.gpu)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
+    if GPU
+    else [pytest.param(("cpu", torch.float32), id="cpu-float32")]
+)
+def draw(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """Draws normal tensors of the device and dtype under test."""
+    device, dtype = request.param
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@pytest.fixture(
+    params=["cpu"]
+    if os.environ.get("TRITON_INTERPRET") == "1"
+    else [pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """The device under test, for tests of indices and masks, which have one type."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)
