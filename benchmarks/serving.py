@@ -236,21 +236,19 @@ class Measured:
     errors: list[str] = field(default_factory=list)
 
     def add(self, answers: Sequence[Answer], clients: int) -> None:
-        """Of a closed loop only requests count that began when one had ended, and tokens from when as many as there are
-        ``clients`` had ended until the last began. Of an open loop, or with less than two requests for each client, all
-        count."""
+        """Of a closed loop with three rounds or more, the first and the last do not count. Tokens do from the middle of
+        the first round's ends to that of the last but one: where all end together, that is a whole number of rounds."""
         good = [answer for answer in answers if answer.error is None]
         self.errors += [answer.error for answer in answers if answer.error is not None]
         if not good:
             return
         ends = sorted(answer.end for answer in good)
-        begin, end = min(answer.at for answer in good), ends[-1]
-        if clients and len(ends) >= 2 * clients:
-            begin, end = ends[clients - 1], ends[-clients]
-            good = [answer for answer in good if answer.end >= begin]
-            self.answers += [answer for answer in good if answer.at >= ends[0] - 1e-3]
-        else:
-            self.answers += good
+        begin, end, half = min(answer.at for answer in good), ends[-1], clients // 2
+        counted = good
+        if clients and len(ends) >= 3 * clients:
+            begin, end = ends[half], ends[-clients - half]
+            counted = sorted(good, key=lambda answer: answer.at)[clients:-clients]
+        self.answers += counted
         self.rates.append(sum(answer.within(begin, end) for answer in good) / (end - begin))
 
     def figures(self, slo_ttft: float, slo_tpot: float) -> Figures:
@@ -394,8 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Imports only the standard library, so that the same script measures every server. Several servers, which may share
     a GPU, are measured in turn with the same requests, and their figures printed next to each other.
 
-    Closed loop: ``--clients`` send their next request when the last is answered, ``--rounds`` times each on average.
-    Counted is only what happens from the second round on and while all are busy. Open loop: requests arrive at
+    Closed loop: ``--clients`` send their next request when the last is answered, ``--rounds`` times each on average. Of
+    three rounds or more the first and the last do not count. Open loop: requests arrive at
     ``--rate`` a second, at random (Poisson), for ``--seconds``. A load is repeated, three times at least and
     ``--repeats`` at most, until the 95% confidence intervals of tokens a second, and of ratios between servers, are
     below 2%.
