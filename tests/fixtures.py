@@ -97,14 +97,16 @@ def steps_are_measured_once() -> Iterator[None]:
 def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """A target that is nearly a table of next tokens, and drafts that often say what it says."""
     path = tmp_path_factory.mktemp("agreeing")
-    return _agreeing(path, make_llama(path / "target", branch_scale=0.04), rank=24)
+    return _agreeing(path, make_llama(path / "target", layers=2, branch_scale=0.04), rank=24)
 
 
 @pytest.fixture(scope="session")
 def agreeing_32(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """The same with heads of 32, the smallest that the kernels take."""
     path = tmp_path_factory.mktemp("agreeing_32")
-    target = make_llama(path / "target", hidden=64, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04)
+    target = make_llama(
+        path / "target", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04
+    )
     return _agreeing(path, target, rank=48, heads=2, kv_heads=1)
 
 

@@ -194,7 +194,7 @@ def make_block(
     block: int = 5,
     layers: int = 2,
     heads: int = 4,
-    taps: Sequence[int] = (1, 3),
+    taps: Sequence[int] = (),
     markov_kind: str | None = None,
     rank: int = 8,
     confident: bool | str = False,
@@ -208,10 +208,12 @@ def make_block(
     seed: int = 1,
     std: float = 0.2,
 ) -> Path:
-    """Bfloat16, as published. `taps` are boundaries. With `agree` and a vanilla Markov head that is fitted to what the
-    target says after each token alone; without one all slots say what the target says after the root alone."""
+    """Bfloat16, as published. `taps` are boundaries; none: after the target's first and last layer. With `agree` and a
+    vanilla Markov head that is fitted to what the target says after each token alone; without one all slots say what
+    the target says after the root alone."""
     weights, target_config = load_checkpoint(target)
     hidden, vocab, inner = target_config["hidden_size"], target_config["vocab_size"], 48
+    taps = taps or (1, target_config["num_hidden_layers"])
     copies_root = agree and markov_kind is None
     layers, kv_heads = (1, heads) if copies_root else (layers, heads // 2)
     draws, found, size = Draws(seed), dict[str, Tensor](), hidden // heads

@@ -92,7 +92,7 @@ def _sums(runs: list[int]) -> list[int]:
 )
 def test_trees_are_those_of_the_slow_reading(sizes: Sizes, sampling: str, agreeing: Checkpoints) -> None:
     """Every node of every step, to the request's end, where the window no longer fits."""
-    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=24, min_tokens=24)
+    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=36, min_tokens=36)
     with record_drafts() as drafts:
         answer = answer_one(scheduler_of(agreeing, sizes, page_size=4), PROMPT, params, choice=1)
     assert check_steps(agreeing, sizes, answer, drafts, params) >= 8
@@ -126,7 +126,7 @@ def test_a_request_that_may_draft_few_tokens_has_no_window(
     with record_drafts() as drafts:
         answer = answer_one(scheduler_of(agreeing, sizes), PROMPT, params, choice=1)
     assert all(len(each.nodes(0)) <= cap + 1 for each in drafts)
-    deepest = [max(depth for _, _, depth in each.nodes(0)) for each in drafts[:8]]
+    deepest = [max(depth for _, _, depth in each.nodes(0)) for each in drafts[:7]]
     assert all((depth > 4) == windows for depth in deepest)
     off = msgspec.structs.replace(GREEDY, speculation=Speculation(enabled=False))
     assert answer_one(scheduler_of(agreeing, sizes), PROMPT, off).usage.drafted == 0
