@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("_of
 
 MODEL = "specserve-chat"
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
-SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
+SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 200}
 OPENED = {str(MARKS["<tool_call>"]): 30}  # as if the model had learned to begin calls
 
 
@@ -233,13 +233,15 @@ def test_litellm_proxy(url: str, tmp_path: Path) -> None:
 
     route = {"model": f"hosted_vllm/{MODEL}", "api_base": url, "api_key": "x"}
     config = tmp_path / "proxy.yaml"  # YAML takes JSON
-    config.write_text(json.dumps({"model_list": [{"model_name": "local", "litellm_params": route}]}))
+    key = "sk-" + "0123456789abcdef" * 4
+    models = [{"model_name": "local", "litellm_params": route}]
+    config.write_text(json.dumps({"model_list": models, "general_settings": {"master_key": key}}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
     proxy = subprocess.Popen([Path(sys.executable).with_name("litellm"), *command], cwd=tmp_path)
     try:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as api:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as api:
 
             def is_ready() -> bool:
                 try:
