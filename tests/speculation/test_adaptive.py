@@ -51,8 +51,8 @@ class Device:
         caps = self.caps or [FREE] * len(self.accepts)
         effects = self.effects = self.effects or [RequestEffect(cap) for cap in caps]
         rooms, tokens, clock = [self.room] * len(effects), 0, 0.0
-        batch = Batch(effects, rooms, self.kv_tokens, self.begun, bool(self.masks))
         for _ in range(steps):
+            batch = Batch(effects, rooms, self.kv_tokens, self.begun, bool(self.masks))
             shape = choose(batch)
             given = self._step(shape, caps)
             took = self._seconds(shape)
@@ -296,6 +296,17 @@ def test_nobody_pays_more_than_the_bound_for_the_drafts_of_others(slots: int) ->
     assert paid[1.1] < 1.11
     assert paid[9.0] > 1.5
     assert 1.02 < rates[1.03] < rates[1.1]
+
+
+@pytest.mark.parametrize("slots", [4, 16, 32])
+def test_the_bound_holds_though_plain_steps_were_measured_too_long(slots: int) -> None:
+    """Something else used the device when the server started."""
+    control, device = controller(1.1), Device([0.9, 0.0] * (slots // 2))
+    table, plain = control.cost.table, StepShape.plain(slots)
+    table.update({shape: 1.3 * table[shape] for shape in table if not shape.levels})
+    device.run(control.choose, control.observe, 600)
+    assert control.cost.seconds(plain, 0) == pytest.approx(seconds(plain), rel=0.06)
+    assert max(effect.spent / effect.plain for effect in device.effects) < 1.12
 
 
 def test_who_begins_is_looked_at_at_once() -> None:

@@ -175,12 +175,13 @@ class Controller:
         batch: Batch,
         bearable_S: NDArray[np.bool_],
     ) -> int | None:
-        """Return a bearable shape whose kind has not run for long, if the allowance covers its expected loss."""
+        """Return a bearable shape whose kind has not run for long, if the allowance covers its expected loss. Plain
+        decoding comes first until its time is sure, because all bounds rest on it."""
         steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
         self._charged = self._step
         self.allowance += steps * seconds[best]
         losses = seconds * (1 - rates / rates[best])
-        for index in np.argsort(-rates):
+        for index in np.argsort(-rates) if self.cost.is_sure(shapes[0]) else [0, *np.argsort(-rates)]:
             stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
             if stale and bearable_S[index] and losses[index] <= self.allowance:
                 batch.probed_at = float(rates[best])
@@ -192,7 +193,7 @@ class Controller:
         told = (  # trees that run also show how a chain would do
             self._present is not None and self._present[1] > 1 and shape.branching == 1 and not shape.copied
         )
-        worth = (near and (doubtful or not told)) if shape.levels else doubtful
+        worth = near and (doubtful or not told) if shape.levels else doubtful or not self.cost.is_sure(shape)
         limit = STALE_NEAR if worth else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 

@@ -15,7 +15,10 @@ from math import exp
 
 from specserve.speculation.shape import StepShape
 
-LEARN = 0.08  # learning rate of the factors; higher in the first steps
+LEARN = 0.08  # learning rate of the factors
+FIRST = 0.5  # the same in the first step of a factor; it falls like 1 / steps
+FASTER = 0.9  # the same if the step took less than expected: pauses only make steps longer
+SURE = 4  # steps of a shape after which its time is known better than from the start
 ERROR_LEARN = 0.1  # learning rate of the mean error
 OUTLIER = 1.5  # longer steps count as this many times the expected time: a pause says nothing about the shape
 ESTIMATED_OUTLIER = 2.0  # the same for the first step of a shape whose time was estimated
@@ -57,12 +60,16 @@ class CostModel:
             expected *= self._measure(shape, seconds / expected)
         residual = min(max(seconds / expected, 1 / OUTLIER), OUTLIER) - 1  # linear, not log: learns the mean
         self.error += ERROR_LEARN * (abs(residual) - self.error)
-        keys = _keys(shape)
-        for key in keys:
-            seen = self._seen.get(key, 0)
-            share = max(LEARN, 0.5 / (1 + seen)) / len(keys)
-            self._factors[key] = self._factors.get(key, 0.0) + share * residual
-            self._seen[key] = seen + 1
+        first = FIRST if residual > 0 else FASTER
+        rates = {key: max(LEARN, first / (1 + self._seen.get(key, 0))) for key in _keys(shape)}
+        share = max(rates.values()) / sum(rates.values())  # what is least known is to blame most
+        for key, rate in rates.items():
+            self._factors[key] = self._factors.get(key, 0.0) + share * rate * residual
+            self._seen[key] = self._seen.get(key, 0) + 1
+
+    def is_sure(self, shape: StepShape) -> bool:
+        """Return whether a shape ran often enough that its time does not depend on how it was measured."""
+        return self._seen.get(_keys(shape)[-1], 0) >= SURE
 
     def _measure(self, shape: StepShape, ratio: float) -> float:
         """Correct an estimate by the first step's time in relation to it. Return the correction."""
