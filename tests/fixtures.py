@@ -86,6 +86,28 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+class InTurn:
+    """In the place of the threads that load weights, which take longer to start than a tiny model to load."""
+
+    map = staticmethod(map)
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def __enter__(self) -> InTurn:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def weights_are_loaded_in_turn() -> Iterator[None]:
+    """Except by processes of their own, and in ``tests/test_weight_loading.py``."""
+    with patch("specserve.models.checkpoint.ThreadPoolExecutor", InTurn):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def steps_are_measured_once() -> Iterator[None]:
     """At an engine's start, and only the steps from which all others are estimated: few tests need good ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
 from tests.engines import held_as_on_a_gpu
-from tests.fixtures import Quantized
+from tests.fixtures import InTurn, Quantized
 from tests.reference import llama
 from tests.reference.models import load_checkpoint, make_llama, save_checkpoint
 from tests.reference.packed_bits import awq, by_activations, gptq, pack_quantized
@@ -39,6 +40,12 @@ from tests.reference.quantized import (
     quantize,
 )
 from tests.test_weight_formats import CPU, TOKENS, load, logits_of
+
+
+@pytest.fixture(autouse=True)
+def by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server loads."""
+    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", ThreadPoolExecutor)
 
 
 def in_any_order(inputs: int, group: int, weight: Tensor) -> Tensor:
@@ -92,21 +99,6 @@ def test_a_dry_run_knows_what_the_files_decide(
         assert down.scale.dtype == (torch.float32 if dtype == torch.float64 else dtype)
         assert (down.order is not None) == ("order" in dialect)
         assert isinstance(real.layers[0].mlp.gate_up_proj.apart, Joined) == ("of each" in dialect)
-
-
-class InTurn:
-    """In the place of the threads that load weights: what they allocate is then counted."""
-
-    map = staticmethod(map)
-
-    def __init__(self, *given: Any) -> None:
-        pass
-
-    def __enter__(self) -> InTurn:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "awq", "gptq act order", "fp8 blocks"])

@@ -124,7 +124,7 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
     if name not in files:
         wanted = f"expected in {files.where}, of shape {list(target.shape)}"
         raise ValueError(f"{files.path} has no tensor {name}: {wanted}")
-    found = files[name]
+    found = files.header(name)
     fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
     if not fits and not found.numel() == target.numel() == 1:
         shapes = f"{list(found.shape)}, expected {list(target.shape)}"

@@ -23,7 +23,10 @@ from specserve.models.config import read_json
 
 log = logging.getLogger(__name__)
 
-_HEADER = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
@@ -43,6 +46,7 @@ class TensorFiles:
         self.path = path
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
+        self._opened: dict[Path, Any] = {}  # for their headers
         listed, assigned = weight_files(path)
         self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
         places = [(file, name) for file in listed for name in self._names(file)]
@@ -55,7 +59,7 @@ class TensorFiles:
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix == ".safetensors":
-            return list(_open_safetensors(file).keys())
+            return list(self._opened.setdefault(file, _open_safetensors(file)).keys())
         return list(self._pickled.setdefault(file, _load_pickle(file)))
 
     def __contains__(self, name: str) -> bool:
@@ -79,17 +83,18 @@ class TensorFiles:
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """Return each tensor's dtype, None unless it is one of ``FLOATS``, from the files' headers."""
-        found: dict[str, torch.dtype | None] = {}
-        opened = {
-            file: _open_safetensors(file) for file, _ in self._files.values() if file not in self._pickled
-        }
-        for name, (file, stored) in self._files.items():
-            if file in opened:
-                found[name] = _HEADER.get(opened[file].get_slice(stored).get_dtype())
-            else:
-                dtype = self._pickled[file][stored].dtype
-                found[name] = dtype if dtype in FLOATS.values() else None
-        return found
+        found = {name: self.header(name).dtype for name in self._files}
+        return {name: dtype if dtype in FLOATS.values() else None for name, dtype in found.items()}
+
+    def header(self, name: str) -> Tensor:
+        """Return a tensor that has the shape and the dtype of the tensor ``name``, on ``meta`` unless it is in memory
+        anyway. Raises ValueError if there is none."""
+        file, stored = self.file(name), self._files[name][1]
+        if file in self._pickled:
+            return self._pickled[file][stored]
+        header = self._opened[file].get_slice(stored)
+        dtype = _DTYPES.get(header.get_dtype())
+        return self[name] if dtype is None else torch.empty(header.get_shape(), dtype=dtype, device="meta")
 
     def file(self, name: str) -> Path:
         """Return the file that holds the tensor ``name``. Raises ValueError if there is none."""
