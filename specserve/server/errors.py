@@ -69,7 +69,8 @@ class ApiError(Exception):
         """Return the error for Anthropic's clients, which know an overflow by its words, others by their type."""
         kind = _KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         words = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-        return schema.AnthropicError(schema.AnthropicFault(kind, words + _encodable(str(self))))
+        details = schema.ThreadDetails() if self.param == "thread" else msgspec.UNSET
+        return schema.AnthropicError(schema.AnthropicFault(kind, words + _encodable(str(self)), details))
 
     def response(self, path: str) -> Response:
         """Return the response; ``path`` is the path of the request."""

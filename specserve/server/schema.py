@@ -38,9 +38,16 @@ class Error(Body):
     error: Fault
 
 
+class ThreadDetails(Body):
+    """Make Anthropic's clients send the whole conversation again, without ``thread``."""
+
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+
+
 class AnthropicFault(Body):
     type: AnthropicKind
     message: str
+    details: ThreadDetails | UnsetType = UNSET
 
 
 class AnthropicError(Body, tag_field="type", tag="error"):

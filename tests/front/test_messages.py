@@ -14,7 +14,7 @@ from specserve.server.anthropic import schema
 from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
 from specserve.server.schema import AnthropicError
 from tests.front.conftest import Serve
-from tests.front.fake_engine import FakeEngine
+from tests.front.fake_engine import FakeEngine, text_reply
 from tests.front.live import Live, live
 from tests.front.test_responses import ADD, MANY, QUESTION, TEMPLATE, fail_after, prompt
 
@@ -314,6 +314,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: not supported: "),
     ({"container": "c"}, "container: not supported: "),
+    ({"thread": {"type": "create"}}, "thread: not supported: "),
     ({"foo": 1}, "foo: unknown field"),
 ]
 
@@ -328,6 +329,22 @@ def test_refused(ask: Ask, fields: dict[str, Any], words: str) -> None:
     assert error.type == "invalid_request_error"
     assert error.message.startswith(words)
     assert not engine.submitted
+
+
+def test_a_tool_runner_does_without_a_thread(ask: Ask, anthropic: Any) -> None:
+    """It asks the server to store the conversation, and sends it all once that is refused."""
+    api, engine = ask()
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    engine.reply = lambda found: text_reply("It is 3." if b"tool:" in bytes(found.token_ids) else call)(found)
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def add(a: int) -> str:
+        """Adds."""
+        return f"{a + 2}"
+
+    *_, last = api.beta.messages.tool_runner(model="tiny", max_tokens=100, messages=ASKED, tools=[add])
+    assert [block.text for block in last.content] == ["It is 3."]
+    assert "tool:3;" in prompt(engine)
 
 
 def test_errors_of_every_kind(ask: Ask, anthropic: Any) -> None:

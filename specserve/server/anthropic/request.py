@@ -195,6 +195,7 @@ class CountTokensRequest(Strict):
         "user_profile_id": Refusal("there are no user profiles"),
         "workspace_id": Refusal("there are no workspaces"),
         "speed": Refusal("there is one speed", "standard"),
+        "thread": Refusal("conversations are not stored: send all messages"),
     }
     model: str
     """One of the served names."""
