@@ -21,7 +21,8 @@ PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[api.Browser]:
+def window() -> Iterator[api.BrowserContext]:
+    """One for all tests: Chromium draws a window of its own for each, which takes a second."""
     names = ("chromium", "chromium-browser", "google-chrome")
     with api.sync_playwright() as playwright:
         own = playwright.chromium.executable_path
@@ -29,7 +30,9 @@ def browser() -> Iterator[api.Browser]:
         if path is None:
             pytest.skip("there is no Chromium (playwright install chromium)")
         opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield opened
+        with opened.new_context(viewport={"width": 1280, "height": 800}) as context:
+            context.new_page()  # it stays, so that the window does
+            yield context
         opened.close()
 
 
@@ -55,15 +58,15 @@ def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def page(browser: api.Browser) -> Iterator[api.Page]:
+def page(window: api.BrowserContext) -> Iterator[api.Page]:
     """Fails a test whose page throws or breaks its policy. Requests that fail are the page's to tell."""
-    with browser.new_context(viewport={"width": 1280, "height": 800}) as context:
-        found, errors = context.new_page(), []
-        found.on("pageerror", lambda error: errors.append(str(error)))
-        found.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
-        found.set_default_timeout(PATIENCE_MS)
-        yield found
-        assert not [error for error in errors if "Failed to load resource" not in error]
+    found, errors = window.new_page(), []
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    found.set_default_timeout(PATIENCE_MS)
+    yield found
+    found.close()
+    assert not [error for error in errors if "Failed to load resource" not in error]
 
 
 def visit(page: api.Page, server: Server, model: str = "specserve-chat") -> None:
