@@ -27,12 +27,16 @@ def _by_flag(reasons: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 _NO_EFFECT = _by_flag({
     "graphs are captured for all numbers of requests up to --cuda-graph-max-bs": (
-        "cuda-graph-bs", "cuda-graph-sizes", "disable-cuda-graph-padding", "max-seq-len-to-capture"
+        "cuda-graph-bs", "cuda-graph-sizes", "cudagraph-capture-sizes", "disable-cuda-graph-padding",
+        "max-seq-len-to-capture", "disable-piecewise-cuda-graph",
     ),
-    "steps run as CUDA graphs of fused kernels": ("compilation-config", "num-scheduler-steps"),
+    "steps run as CUDA graphs of fused kernels": (
+        "compilation-config", "num-scheduler-steps", "fp8-gemm-backend", "moe-runner-backend",
+        "disable-flashinfer-autotune", "enable-flashinfer-allreduce-fusion",
+    ),
     "one setting says which attention there is: --attention-backend": (
         "prefill-attention-backend", "decode-attention-backend", "speculative-attention-mode",
-        "triton-attention-num-kv-splits", "mm-attention-backend",
+        "triton-attention-num-kv-splits", "mm-attention-backend", "speculative-draft-attention-backend",
     ),
     "steps overlap unless --overlap-schedule off": ("async-scheduling",),
     "--log-level is that of all lines": ("log-level-http", "uvicorn-log-level", "decode-log-interval"),
@@ -41,35 +45,50 @@ _NO_EFFECT = _by_flag({
         "log-requests", "log-requests-level", "enable-log-requests", "disable-uvicorn-access-log", "max-log-len",
     ),
     "metrics are always at /metrics": (
-        "enable-metrics", "collect-tokens-histogram", "enable-server-load-tracking", "show-time-cost"
+        "enable-metrics", "collect-tokens-histogram", "enable-server-load-tracking", "show-time-cost",
+        "enable-mfu-metrics", "enable-metrics-for-all-schedulers", "enable-request-time-stats-logging",
     ),
     "calls are traced with --otlp-traces-endpoint": ("enable-trace", "collect-detailed-traces"),
     "usage always tells cached tokens": ("enable-cache-report", "enable-prompt-tokens-details"),
     "tools are chosen freely unless a request says otherwise": ("enable-auto-tool-choice",),
     "long prompts are always prefilled in chunks, between steps": ("enable-chunked-prefill", "enable-mixed-chunk"),
+    "a launch takes at most --chunked-prefill-size tokens": ("max-prefill-tokens", "prefill-max-requests"),
     "prefixes are cached unless --disable-radix-cache": ("enable-prefix-caching", "disable-chunked-prefix-cache"),
     "llguidance is the only backend": (
-        "grammar-backend", "guided-decoding-backend", "disable-outlines-disk-cache"
+        "grammar-backend", "guided-decoding-backend", "structured-outputs-config.backend",
+        "disable-outlines-disk-cache",
     ),
-    "only text is read": ("limit-mm-per-prompt", "chat-template-content-format", "keep-mm-feature-on-device"),
-    "the checkpoint's files decide: safetensors or pytorch_model.bin": ("load-format",),
+    "only text is read": (
+        "limit-mm-per-prompt", "chat-template-content-format", "keep-mm-feature-on-device", "language-model-only"
+    ),
+    "the checkpoint's files decide: safetensors or pytorch_model.bin": (
+        "load-format", "speculative-draft-load-format", "model-impl"
+    ),
     "the tokenizer's files decide": ("tokenizer-mode", "tokenizer-worker-num"),
     "the only sampler is keyed by position, so that drafts never change the text": ("sampling-backend",),
     "requests are preempted if memory runs out, and continue later": ("schedule-conservativeness",),
-    "requests are served by priority, then in order of arrival": ("schedule-policy", "scheduling-policy"),
+    "requests are served by priority, then in order of arrival": (
+        "schedule-policy", "scheduling-policy", "enable-priority-scheduling"
+    ),
     "there are no requests to warm up with: kernels are compiled before": ("skip-server-warmup", "warmups"),
-    "tokens are sent as they come": ("stream-interval", "num-continuous-decode-steps"),
+    "tokens are sent as they come": ("stream-interval", "stream-output", "num-continuous-decode-steps"),
+    "an idle engine always sleeps": ("sleep-on-idle",),
+    "the page used least recently is evicted": ("radix-eviction-policy",),
     "weights and KV pool stay on the device": ("swap-space", "delete-ckpt-after-loading"),
     "the model runs in one process": (
-        "nccl-port", "dist-init-addr", "node-rank", "disable-custom-all-reduce", "enable-p2p-check"
+        "nccl-port", "dist-init-addr", "dist-timeout", "node-rank", "disable-custom-all-reduce", "enable-p2p-check"
     ),
 })  # fmt: skip
 """SGLang's and vLLM's flags that are taken on the command line, with a warning that says why they change nothing."""
-_NOT_TAKEN = _by_flag({
-    "the model runs in one process on one device": (
-        "data-parallel-size", "dp-size", "dp", "pipeline-parallel-size", "pp-size", "ep-size", "nnodes",
-        "distributed-executor-backend", "enable-expert-parallel", "enable-dp-attention",
+_ONE_PROCESS = "the model runs in one process on one device"
+_SIZES = _by_flag({
+    _ONE_PROCESS: (
+        "data-parallel-size", "dp-size", "dp", "pipeline-parallel-size", "pp-size", "pp", "ep-size", "nnodes"
     ),
+})  # fmt: skip
+"""Those that are taken with 1 alone."""
+_NOT_TAKEN = _SIZES | _by_flag({
+    _ONE_PROCESS: ("distributed-executor-backend", "enable-expert-parallel", "enable-dp-attention"),
     "weights and KV pool stay on the device": ("cpu-offload-gb", "enable-hierarchical-cache"),
     "adapters are not served": ("enable-lora", "lora-paths", "lora-modules"),
     "edit config.json; for a draft use --speculative-draft-config-override": (
@@ -87,12 +106,13 @@ _ELSEWHERE = {
     "--generation-config": "--sampling-defaults (model for auto, openai for vllm)",
     "--gpu-memory-utilization": "--mem-fraction-static",
     "--hf-token": "the variable HF_TOKEN",
+    "--log-requests-format": "--log-format",
     "--kv-cache-memory-bytes": "--max-total-tokens, in tokens",
     "--max-model-len": "--context-length",
-    "--max-prefill-tokens": "--chunked-prefill-size",
     "--max-num-batched-tokens": "--chunked-prefill-size",
     "--max-num-seqs": "--max-running-requests",
     "--no-enable-chunked-prefill": "--chunked-prefill-size -1",
+    "--no-enable-log-requests": "--disable-log-requests",
     "--no-enable-prefix-caching": "--disable-radix-cache",
     "--seed": "--random-seed",
     "--speculative-config": "--speculative-algorithm and --speculative-draft-model-path",
@@ -125,8 +145,9 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
 def unused(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Notes:
     """Return notes on what was given and is not read: flags of other servers that change nothing here, and variables
     that Kubernetes made for Services with names like ours."""
-    flags = [flag for flag in dict.fromkeys(each.partition("=")[0] for each in argv) if flag in _NO_EFFECT]
-    notes = {f"{flag} has no effect: {_NO_EFFECT[flag]}": UNUSED for flag in flags}
+    reasons = _NO_EFFECT | _SIZES
+    flags = dict.fromkeys(each.partition("=")[0] for each in _usual(argv))
+    notes = {f"{flag} has no effect: {reasons[flag]}": UNUSED for flag in flags if flag in reasons}
     variables = sorted(key for key, text in environ.items() if _is_link(key, text))
     note = f"{', '.join(variables)}: not read: Kubernetes makes such variables for a Service"
     return notes | ({note: CHOSEN} if variables else {})
@@ -249,10 +270,11 @@ def own_options(
 
 def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of known flags, and what is wrong with the rest."""
-    namespace, unknown = _parser().parse_known_args(_model_first(argv))
+    namespace, unknown = _parser().parse_known_args(_usual(argv))
     if unknown and not unknown[0].startswith("-"):
         raise ValueError(f"unexpected argument {unknown[0]!r}: settings are given as --name value")
     flags = dict.fromkeys(each.split("=")[0] for each in unknown if re.match("--?[a-zA-Z]", each))
+    flags |= {flag: None for flag in _SIZES if getattr(namespace, flag, "1") != "1"}
     known = [*_BY_NAME, "config", "help"]
     problems = [
         f"{flag}: {_unknown('flag', flag.lstrip('-').replace('-', '_'), flag_of, known)}" for flag in flags
@@ -260,9 +282,10 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return {name: value for name, value in vars(namespace).items() if name in (*SETTINGS, "config")}, problems
 
 
-def _model_first(argv: Sequence[str]) -> list[str]:
-    """Return the arguments, with a flag before a model that comes first, as in ``vllm serve MODEL``."""
-    words = [*argv]
+def _usual(argv: Sequence[str]) -> list[str]:
+    """Return the arguments, with a flag before a model that comes first, as in ``vllm serve MODEL``, and ``--tp`` for
+    ``-tp``."""
+    words = [re.sub("^-([tdp]p)$", r"--\1", word) for word in argv]
     if words[:1] == ["serve"]:
         del words[0]
     if not words or words[0].startswith("-"):
@@ -282,9 +305,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, `name: value` a line.")
     for flag in _NO_EFFECT:  # a switch must not swallow the model that follows it
-        switch = re.match("--(enable|disable|skip|async|show)-", flag)
+        switch = re.match("--((enable|disable|skip|async|show|sleep|language)-|stream-output)", flag)
         takes: dict[str, Any] = {"action": "store_true"} if switch else {"nargs": "*"}
         parser.add_argument(flag, help=argparse.SUPPRESS, **takes)
+    for flag in _SIZES:
+        parser.add_argument(flag, help=argparse.SUPPRESS, dest=flag)
     groups = {group: parser.add_argument_group(group) for group in GROUPS}
     for declared in SETTINGS.values():
         shape, help = _shape(declared), declared.help.replace("%", "%%")

@@ -213,8 +213,8 @@ def test_all_wrong_flags_are_told_at_once() -> None:
         load("--foo -3 --port x --dp=2 --max-model-len 5 --enable-metrics --page-size 16")
     assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
         "--foo",
-        "--dp",
         "--max-model-len",
+        "--dp",
         "--port",
     ]
 
@@ -223,7 +223,7 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
     """Those in the commands that people copy; each is told with its reason."""
     line = (
         "--enable-metrics --cuda-graph-bs 1 2 4 --skip-server-warmup --load-format=auto --port 5 "
-        "--enable-auto-tool-choice --dtype half --attention-backend FA3"
+        "--enable-auto-tool-choice --dtype half --attention-backend FA3 -tp 1 -dp 1 --pp-size=1"
     )
     found = load(line)
     assert (found.port, found.dtype, found.attention_backend) == (5, "float16", "fa3")
@@ -234,6 +234,8 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
         "--skip-server-warmup",
         "--load-format",
         "--enable-auto-tool-choice",
+        "--dp",
+        "--pp-size",
     ]
     assert notes[0] == "--enable-metrics has no effect: metrics are always at /metrics"
 
