@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,7 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
         raise ValueError(f"{files.path} has no tensor {name}: {wanted}")
     found = files.header(name)
     fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
-    if not fits and not found.numel() == target.numel() == 1:
+    if not fits and not math.prod(found.shape) == target.numel() == 1:
         shapes = f"{list(found.shape)}, expected {list(target.shape)}"
         raise ValueError(f"{files.file(name)}: tensor {name} has shape {shapes}")
     accepted = DTYPES.values() if target.dtype in DTYPES.values() else [target.dtype]

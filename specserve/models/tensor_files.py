@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,11 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
+
+
+class Header(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def canonical(name: str) -> str:
@@ -86,15 +91,14 @@ class TensorFiles:
         found = {name: self.header(name).dtype for name in self._files}
         return {name: dtype if dtype in FLOATS.values() else None for name, dtype in found.items()}
 
-    def header(self, name: str) -> Tensor:
-        """Return a tensor that has the shape and the dtype of the tensor ``name``, on ``meta`` unless it is in memory
-        anyway. Raises ValueError if there is none."""
+    def header(self, name: str) -> Header:
+        """Return what is known of the tensor ``name`` without reading it. Raises ValueError if there is none."""
         file, stored = self.file(name), self._files[name][1]
-        if file in self._pickled:
-            return self._pickled[file][stored]
-        header = self._opened[file].get_slice(stored)
-        dtype = _DTYPES.get(header.get_dtype())
-        return self[name] if dtype is None else torch.empty(header.get_shape(), dtype=dtype, device="meta")
+        if file in self._opened:
+            header = self._opened[file].get_slice(stored)
+            if dtype := _DTYPES.get(header.get_dtype()):
+                return Header(tuple(header.get_shape()), dtype)
+        return Header(tuple(self[name].shape), self[name].dtype)
 
     def file(self, name: str) -> Path:
         """Return the file that holds the tensor ``name``. Raises ValueError if there is none."""

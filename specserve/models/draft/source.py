@@ -94,7 +94,7 @@ class HeadSource(DraftSource):
         return self.files.file(self.stored(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.files.header(self.stored(name)).shape)
+        return self.files.header(self.stored(name)).shape
 
     def matrix(self, name: str) -> tuple[int, int]:
         """Return rows and columns. Raises ValueError naming file and tensor if it is not a matrix."""
