@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -87,9 +88,9 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def faster_interpreter() -> Iterator[None]:
     """Triton's interpreter replaces its language's builtins when a kernel is launched, and all over again whenever the
-    kernel calls a function, which takes up to half of its time. Here the latter does it only if the function's module
-    names the language otherwise. Nor does it look for overflows of 32 bits, which takes a third of the rest and finds
-    none at the sizes of tests. Nor does it make types anew: see ``types_are_remembered``."""
+    kernel calls a function, which takes up to half of its time. Here they are replaced once, until the last test. Nor
+    does it look for overflows of 32 bits, which takes a third of the rest and finds none at the sizes of tests. Nor
+    does it make types anew: see ``types_are_remembered``."""
     try:
         from triton import language
         from triton.runtime import interpreter
@@ -98,6 +99,8 @@ def faster_interpreter() -> Iterator[None]:
         return
     patch_lang = interpreter._patch_lang
     replaced: set[int] = set()
+    scopes: list[Any] = []
+    kept = SimpleNamespace(restore=lambda: None)
 
     @cache
     def languages_of(module: str) -> frozenset[int]:
@@ -108,15 +111,10 @@ def faster_interpreter() -> Iterator[None]:
 
     def replace_once(fn: Any) -> Any:
         languages = languages_of(fn.__globals__["__name__"])
-        if languages <= replaced:
-            return None  # of a call: only a launch puts anything back
-        is_launch = not replaced
-        replaced.update(languages)
-        scope = patch_lang(fn)
-        if is_launch:
-            restore = scope.restore
-            scope.restore = lambda: (restore(), replaced.clear())
-        return scope
+        if not languages <= replaced:
+            replaced.update(languages)
+            scopes.append(patch_lang(fn))
+        return kept
 
     builder = interpreter.interpreter_builder
     unchecked = replace(builder.options, sanitize_overflow=False)
@@ -127,6 +125,8 @@ def faster_interpreter() -> Iterator[None]:
         types_are_remembered() if interpreted else nullcontext(),
     ):
         yield
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 @pytest.fixture(scope="session", autouse=True)
