@@ -174,10 +174,12 @@ class RequestIds:
     def _log(self, scope: Scope, status: int, seconds: float, writers: Sequence[Writer]) -> None:
         method, path = scope["method"], scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")
         level = logging.DEBUG
-        if path not in PROBES:  # a 503 is a valid answer to a probe
+        reads = method in ("GET", "HEAD", "OPTIONS")
+        waits = path in PROBES or (reads and status == 503)  # for the server
+        if not waits:
             if status >= 500:
                 level = logging.WARNING
-            elif self._logs and (status >= 400 or method not in ("GET", "HEAD", "OPTIONS")):
+            elif self._logs and (status >= 400 or not reads):
                 level = logging.INFO
         if log.isEnabledFor(level):
             client = (scope.get("client") or ["unknown"])[0]

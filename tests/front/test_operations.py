@@ -101,13 +101,16 @@ def test_metrics_of_the_engine() -> None:
         assert f"specserve_{line}\n" in text
 
 
-def test_nothing_is_served_while_loading() -> None:
+def test_nothing_is_served_while_loading(caplog: pytest.LogCaptureFixture) -> None:
     engine = EngineClient(lambda _: None)
     front = Front(Settings(served_model_name=("tiny",)), engine)
     with TestClient(create_app(front)) as client:
         response = client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json()["error"]["message"] == "the model is loading"
+        assert client.get("/v1/models").status_code == 503
+        (line,) = caplog.messages
+        assert line.startswith("POST /v1/completions: 503"), "who waits for the server is not logged"
         assert client.get("/server_info").json()["status"] == "the model is loading"
         engine.fail(Broken("out of luck"))
         assert client.get("/live").json() == {"status": "alive"}
