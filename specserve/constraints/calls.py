@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from specserve.constraints.grammar import SPACE, check_size, embedded, expression, of_schemas, quoted
 from specserve.constraints.python_arguments import ANY, PythonArguments
-from specserve.constraints.schemas import enforceable
+from specserve.constraints.schemas import LABELS, as_list, enforceable
 from specserve.constraints.text_arguments import TextArguments
 from specserve.core import FieldError
 
@@ -181,9 +181,19 @@ def _call(frame: Frame, marks: Marks, function: Function, free: bool) -> list[st
     return [*rules, f"first{index}: FIRST{index} {rest}", f"FIRST{index}: /\\n{{0,2}}| / {before} {head}"]
 
 
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a function's schema without arguments that it does not name, of which it would know nothing, unless it
+    names none or has more to say of them."""
+    named, needed = schema.get("properties"), as_list(schema.get("required"))
+    is_plain = schema.keys() <= {"type", "properties", "required", "$schema", "$id", *LABELS}
+    if not is_plain or not named or not isinstance(named, Mapping) or any(key not in named for key in needed):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
 def _arguments(rule: str, function: Function, frame: Frame, free: bool) -> list[str]:
     """Return the rules of a function's arguments. Raises ValueError for a schema that can't be enforced."""
-    declared = _NONE if function.parameters is None else {"type": "object", **function.parameters}
+    declared = _NONE if function.parameters is None else _closed({"type": "object", **function.parameters})
     schema = declared if function.strict or not free else _ANY
     if schema["type"] != "object":
         raise ValueError(f"the type must be 'object', found {schema['type']!r}")

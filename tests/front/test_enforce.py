@@ -250,6 +250,24 @@ def test_schemas_that_can_not_be_enforced(schema: dict[str, Any], words: str) ->
         assert words in caught.value.reason
 
 
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        ({"properties": {"a": {}}, "required": ["a"], "description": "of f"}, True),
+        ({"properties": {"a": {}}, "additionalProperties": True}, False),
+        ({"properties": {"a": {}}, "patternProperties": {"^x": {}}}, False),
+        ({"properties": {"a": {}}, "required": ["b"]}, False),
+        ({"properties": {}}, False),
+        ({}, False),
+    ],
+)
+def test_arguments_without_a_name_in_the_schema(schema: dict[str, Any], closed: bool) -> None:
+    """Most functions would fail of them."""
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
+    rules = Calls([tool], "required", False).grammar(FORMATS["hermes"], Marks({}))
+    assert (r"\"additionalProperties\": false" in rules) == closed
+
+
 def test_which_grammars_are_made_from_schemas() -> None:
     """Also after a thought: they have other limits."""
     calls = Calls(tools(), "required").grammar(FORMATS["hermes"], Marks({}))
