@@ -296,6 +296,85 @@ def test_autogen(url: str) -> None:
     asyncio.run(run())
 
 
+@needs("haystack")
+@pytest.mark.parametrize("api", ["OpenAIChatGenerator", "OpenAIResponsesChatGenerator"])
+def test_haystack(url: str, api: str) -> None:
+    """Streamed, and an agent that calls a function."""
+    from haystack.components.agents import Agent
+    from haystack.components.generators import chat
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import create_tool_from_function
+    from haystack.utils import Secret
+
+    limit = "max_tokens" if api == "OpenAIChatGenerator" else "max_output_tokens"
+    model = getattr(chat, api)(
+        model=MODEL, api_base_url=url, api_key=Secret.from_token("x"), streaming_callback=lambda _: None,
+        generation_kwargs={limit: 200, "tool_choice": "required"},
+    )  # fmt: skip
+    agent = Agent(chat_generator=model, tools=[create_tool_from_function(look)], exit_conditions=["look"])
+    asked, called, result = agent.run(messages=[ChatMessage.from_user("Rome?")])["messages"]
+    assert asked.text == "Rome?"
+    assert called.tool_calls
+    assert result.tool_call_results[0].result.startswith("It rains")
+
+
+@needs("llama_index")
+def test_llama_index(url: str) -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    llm = OpenAILike(
+        model=MODEL, api_base=url, api_key="x", max_retries=0, context_window=4096, temperature=0, max_tokens=200,
+        is_chat_model=True, is_function_calling_model=True,
+    )  # fmt: skip
+    asked = ChatMessage(role="user", content="Rome?")
+    assert "".join(part.delta for part in llm.stream_chat([asked])) == llm.chat([asked]).message.content
+    assert isinstance(llm.as_structured_llm(Weather).complete("Rome?").raw, Weather)
+    tool = FunctionTool.from_defaults(lambda city: look(city), name="look", fn_schema=Weather)
+    (call,) = llm.get_tool_calls_from_response(llm.chat_with_tools([tool], "Rome?", tool_required=True))
+    assert look(call.tool_kwargs["city"]).startswith("It rains")
+
+
+@needs("llm")
+def test_llm(url: str, tmp_path: Path) -> None:
+    model = {"model_id": "ours", "model_name": MODEL, "api_base": url, "supports_schema": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))  # YAML takes JSON
+
+    def ask(*words: str) -> str:
+        command = [sys.executable, "-m", "llm", *words, "-o", "temperature", "0", "-o", "max_tokens", "200"]
+        environ = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
+        return subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
+
+    assert ask("-m", "ours", "Rome?") == ask("-m", "ours", "--no-stream", "Rome?")
+    assert ask("-c", "And Paris?")
+    closed = {**Weather.model_json_schema(), "additionalProperties": False}
+    Weather.model_validate_json(ask("-m", "ours", "--schema", json.dumps(closed), "Rome?"))
+
+
+@needs("smolagents")
+def test_smolagents(url: str) -> None:
+    """Until it has called a function, whose result it sends back."""
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def look(city: str) -> str:
+        """Look out.
+
+        Args:
+            city: Where.
+        """
+        return f"It rains in {city}."
+
+    model = OpenAIServerModel(model_id=MODEL, api_base=url, api_key="x", temperature=0, max_tokens=200)
+    for streams in (False, True):
+        agent = ToolCallingAgent(tools=[look], model=model, max_steps=2, stream_outputs=streams)
+        assert agent.run("Rome?") is not None
+        assert all(
+            step.tool_calls for step in agent.memory.steps if hasattr(step, "tool_calls") and not step.error
+        )
+
+
 @needs("guidellm")
 def test_guidellm(server: Live, model: Path, tmp_path: Path) -> None:
     options = {
