@@ -114,23 +114,23 @@ def turns(positions: int, frequencies: tuple[float, ...], dtype: torch.dtype) ->
 
 
 def rotate(x: Tensor, frequencies: Sequence[float], scale: float = 1.0) -> Tensor:
-    """Half-split pairs: channel j turns with channel j + hd/2; row i of x [n, hd] is at position i. The result is
+    """Half-split pairs: channel j turns with channel j + hd/2; row i of x [..., n, hd] is at position i. The result is
     `scale` times as long."""
-    first, second = x.chunk(2, dim=1)
-    cos, sin = turns(x.shape[0], tuple(frequencies), x.dtype)
-    return scale * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = turns(x.shape[-2], tuple(frequencies), x.dtype)
+    return scale * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def head_norm(state: State, name: str, config: Config, x: Tensor) -> Tensor:
-    """The norm of one head [n, hd], where the checkpoint has one."""
+    """The norm of each head, which has all of the last dimension, where the checkpoint has one."""
     weight = state.get(f"{name}.weight")
     return x if weight is None else rms_norm(x, weight, config["rms_norm_eps"])
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One head, [n, hd] each: row i sees rows 0..i."""
-    scores = q @ k.T / math.sqrt(q.shape[1])
-    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    """[heads, n, hd] each: row i sees rows 0..i."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     return torch.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v
 
 
@@ -138,19 +138,15 @@ def self_attention(state: State, prefix: str, config: Config, x: Tensor) -> Tens
     """x [n, in] -> [n, h]. `prefix` ends before q_proj; the head dim comes from the tensors."""
     heads = config["num_attention_heads"]
     head_dim = state[f"{prefix}q_proj.weight"].shape[0] // heads
-    kv_heads = state[f"{prefix}k_proj.weight"].shape[0] // head_dim
     frequencies, scale = inverse_frequencies(config, head_dim), attention_factor(config)
-    q, k, v = (linear(state, f"{prefix}{name}_proj", x) for name in "qkv")
-    outputs = []
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        q_cols = slice(head * head_dim, (head + 1) * head_dim)
-        kv_cols = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
-        q_head = head_norm(state, f"{prefix}q_norm", config, q[:, q_cols])
-        k_head = head_norm(state, f"{prefix}k_norm", config, k[:, kv_cols])
-        turned = (rotate(x, frequencies, scale) for x in (q_head, k_head))
-        outputs.append(causal_attention(*turned, v[:, kv_cols]))
-    return linear(state, f"{prefix}o_proj", torch.cat(outputs, dim=1))
+    q, k, v = (
+        linear(state, f"{prefix}{name}_proj", x).unflatten(1, (-1, head_dim)).transpose(0, 1)
+        for name in "qkv"
+    )
+    q = rotate(head_norm(state, f"{prefix}q_norm", config, q), frequencies, scale)
+    k = rotate(head_norm(state, f"{prefix}k_norm", config, k), frequencies, scale)
+    k, v = (each.repeat_interleave(heads // len(each), dim=0) for each in (k, v))
+    return linear(state, f"{prefix}o_proj", causal_attention(q, k, v).transpose(0, 1).flatten(1))
 
 
 def gated_mlp(state: State, prefix: str, x: Tensor) -> Tensor:
