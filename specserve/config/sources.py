@@ -128,7 +128,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     """Read the settings from every source. Raises ValueError naming the setting and the source at fault, and of the
     command line all that are."""
     given, problems = _parse_arguments(argv)
-    path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    path = _file(given, environ)
     values: dict[str, Any] = {}
     for name, raw in given.items():
         try:
@@ -138,16 +138,30 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     if problems:
         raise ValueError("\n".join(problems))
     values |= _from_environment(environ, values)
-    values |= _from_yaml(Path(path), values) if path else {}
+    if path is not None:
+        read = {name: raw for name, raw in _read_yaml(path).items() if not _changes_nothing(name, raw)}
+        values |= _named(read, str, values, f"{path}: ")
     return Settings(**values)
+
+
+def _file(given: dict[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """Take the YAML file's path from flags or the environment."""
+    path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    return Path(path) if path else None
+
+
+def _changes_nothing(name: str, raw: object) -> bool:
+    """Return whether a line of the file is a setting of other servers that is taken and not read."""
+    return flag_of(name) in _NO_EFFECT or (flag_of(name) in _SIZES and raw == 1)
 
 
 def unused(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Notes:
     """Return notes on what was given and is not read: flags of other servers that change nothing here, and variables
     that Kubernetes made for Services with names like ours."""
-    reasons = _NO_EFFECT | _SIZES
-    flags = dict.fromkeys(each.partition("=")[0] for each in _usual(argv))
-    notes = {f"{flag} has no effect: {reasons[flag]}": UNUSED for flag in flags if flag in reasons}
+    reasons, path = _NO_EFFECT | _SIZES, _file(_parse_arguments(argv)[0], environ)
+    lines = {} if path is None else _read_yaml(path)
+    names = [*(each.partition("=")[0] for each in _usual(argv)), *map(flag_of, lines)]
+    notes = {f"{flag} has no effect: {reasons[flag]}": UNUSED for flag in names if flag in reasons}
     variables = sorted(key for key, text in environ.items() if _is_link(key, text))
     note = f"{', '.join(variables)}: not read: Kubernetes makes such variables for a Service"
     return notes | ({note: CHOSEN} if variables else {})
@@ -176,7 +190,8 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> d
     return _named(given, lambda name: PREFIX + name.upper(), known)
 
 
-def _from_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """Return the lines of a YAML file that have a value, with underscores in their names. Raises ValueError."""
     import yaml
 
     try:
@@ -195,8 +210,7 @@ def _from_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     counts = Counter(key.value.replace("-", "_") for key, _ in nodes.value)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{path}: {twice[0]}: given twice")
-    given = {key.replace("-", "_"): raw for key, raw in data.items() if raw is not None}
-    return _named(given, str, known, f"{path}: ")
+    return {key.replace("-", "_"): raw for key, raw in data.items() if raw is not None}
 
 
 def _named(

@@ -240,6 +240,18 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
     assert notes[0] == "--enable-metrics has no effect: metrics are always at /metrics"
 
 
+def test_lines_of_other_servers_that_change_nothing(tmp_path: Path) -> None:
+    """SGLang's documentation begins with such a file."""
+    file = tmp_path / "config.yaml"
+    file.write_text("port: 5\ntensor-parallel-size: 1\ndp-size: 1\nenable-metrics: true\n")
+    assert load(f"--config {file}").port == 5
+    notes = [*unused(["--config", str(file)], {})]
+    assert [note.split()[0] for note in notes] == ["--dp-size", "--enable-metrics"]
+    file.write_text("dp-size: 2\n")
+    with pytest.raises(ValueError, match="dp_size: not accepted: the model runs in one process"):
+        load(f"--config {file}")
+
+
 def test_other_names_of_values() -> None:
     assert load("--dtype BF16 --kv-cache-dtype fp8").kv_cache_dtype == "fp8_e4m3"
     assert make_settings(dtype="half").dtype == "float16"
