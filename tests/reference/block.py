@@ -8,6 +8,7 @@ n + B - 1. Each of its rows attends to the whole block and to the text before it
 import json
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +55,24 @@ def attention(state: State, prefix: str, config: Config, past: Tensor, x: Tensor
     """Rows of `x` see all of `past` and of each other."""
     heads = config["num_attention_heads"]
     size = state[f"{prefix}q_proj.weight"].shape[0] // heads
-    kv_heads = state[f"{prefix}k_proj.weight"].shape[0] // size
     both, turns = torch.cat([past, x]), inverse_frequencies(config, size)
-    k, v = (linear(state, f"{prefix}{name}_proj", both) for name in "kv")
-    q = torch.cat([torch.zeros(len(past), heads * size, dtype=x.dtype), linear(state, f"{prefix}q_proj", x)])
-    out = []
-    for head in range(heads):
-        own, its = slice(head * size, (head + 1) * size), head // (heads // kv_heads)
-        shared = slice(its * size, (its + 1) * size)
-        q_head = rotate(head_norm(state, f"{prefix}q_norm", config, q[:, own]), turns)[len(past) :]
-        k_head = rotate(head_norm(state, f"{prefix}k_norm", config, k[:, shared]), turns)
-        out.append(torch.softmax(q_head @ k_head.T / math.sqrt(size), dim=1) @ v[:, shared])
-    return linear(state, f"{prefix}o_proj", torch.cat(out, dim=1))
+    q, k, v = (
+        linear(state, f"{prefix}{name}_proj", both).unflatten(1, (-1, size)).transpose(0, 1) for name in "qkv"
+    )
+    q = rotate(head_norm(state, f"{prefix}q_norm", config, q), turns)[:, len(past) :]
+    k = rotate(head_norm(state, f"{prefix}k_norm", config, k), turns)
+    k, v = (each.repeat_interleave(heads // len(each), dim=0) for each in (k, v))
+    read = torch.softmax(q @ k.mT / math.sqrt(size), dim=-1) @ v
+    return linear(state, f"{prefix}o_proj", read.transpose(0, 1).flatten(1))
 
 
 def block_states(path: Path, target: Path, committed: Sequence[int]) -> Tensor:
-    """States [B, h] after the final norm."""
+    """States [B, h] after the final norm, kept: each node of a tree asks for the same."""
+    return _block_states(path, (path / "config.json").stat().st_mtime_ns, target, tuple(committed))
+
+
+@lru_cache(maxsize=64)
+def _block_states(path: Path, _: int, target: Path, committed: tuple[int, ...]) -> Tensor:
     weights, target_config = load_checkpoint(target)
     state, config = load_checkpoint(path)
     found = flat(config)
@@ -103,9 +106,7 @@ def convolved(state: State, prefix: str, side: int, read: Tensor, x: Tensor) -> 
     out = torch.zeros_like(x)
     for row in range(len(x)):
         for back in range(min(taps, row + 1)):
-            weights = base[back] + torch.stack(
-                [added[row, back, channel // group] for channel in range(hidden)]
-            )
+            weights = base[back] + added[row, back].repeat_interleave(group)
             out[row] += weights * x[row - back]
     return out
 

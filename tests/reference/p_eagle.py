@@ -5,7 +5,7 @@ Row i pairs the target's feature of token i with token i + 1. Rows of unknown to
 the fused mask_hidden with the mask token. The last row predicts the token after it."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,21 @@ def _files(target: Path, directory: Path, config: str) -> tuple[Any, Draft]:
 
 def next_logits(directory: Path, target: Path, committed: Sequence[int], path: Sequence[int]) -> Tensor:
     """Logits [V] over the target's ids after the committed tokens and a path, whose tokens it does not see."""
-    files, draft = _files(target, directory, (directory / "config.json").read_text())
+    return _next_logits(
+        directory, target, (directory / "config.json").read_text(), tuple(committed), len(path)
+    )
+
+
+@lru_cache(maxsize=64)
+def _next_logits(directory: Path, target: Path, said: str, committed: tuple[int, ...], masked: int) -> Tensor:
+    """The same for all nodes of a level."""
+    files, draft = _files(target, directory, said)
     hidden = fused(draft, features_of(draft, run_target(target, committed[:-1])))
     mask = fused(draft, draft.state["mask_hidden"].flatten()[None].to(hidden.dtype))
     names = ("mask_token_id", "pard_token", "ptd_token_id")
     token = next(draft.config[name] for name in names if name in draft.config)
-    tokens = [*committed[1:], *[token] * len(path)]
-    x = eagle3_rows(draft, tokens, torch.cat([hidden, *[mask] * len(path)]))
+    tokens = [*committed[1:], *[token] * masked]
+    x = eagle3_rows(draft, tokens, torch.cat([hidden, *[mask] * masked]))
     number = 1
     while draft.has(f"layers.{number}.input_layernorm"):
         layer, number = f"layers.{number}.", number + 1
