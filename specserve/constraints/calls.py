@@ -186,9 +186,8 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     names none or has more to say of them."""
     named, needed = schema.get("properties"), as_list(schema.get("required"))
     is_plain = schema.keys() <= {"type", "properties", "required", "$schema", "$id", *LABELS}
-    if not is_plain or not named or not isinstance(named, Mapping) or any(key not in named for key in needed):
-        return schema
-    return {**schema, "additionalProperties": False}
+    are_named = isinstance(named, Mapping) and all(isinstance(key, str) and key in named for key in needed)
+    return {**schema, "additionalProperties": False} if is_plain and named and are_named else schema
 
 
 def _arguments(rule: str, function: Function, frame: Frame, free: bool) -> list[str]:

@@ -233,6 +233,7 @@ def test_what_can_not_be_held(given: dict[str, Any], format_: str, param: str, w
         ({"type": "string"}, "the type must be 'object', found 'string'"),
         ({"not": {"required": ["a"]}}, 'Unimplemented keys: ["not"]'),
         ({"x-guidance": {}}, "x-guidance is not supported"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, "Expected string for 'required' item"),
     ],
 )
 def test_schemas_that_can_not_be_enforced(schema: dict[str, Any], words: str) -> None:
