@@ -12,6 +12,7 @@ import pytest
 from playwright import sync_api as api
 
 from tests.front.fakes import byte_tokenizer
+from tests.front.live import SMALL
 from tests.front.test_process import Server, running, wait
 
 pytestmark = pytest.mark.browser
@@ -39,9 +40,8 @@ def window() -> Iterator[api.BrowserContext]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """The bundled model."""
-    found = Server(
-        ["-m", "specserve.launch", "--port", "0", "--device", "cpu", "--speculative-algorithm", "EAGLE3"]
-    )
+    command = "-m", "specserve.launch", "--port", "0", "--device", "cpu", "--speculative-algorithm", "EAGLE3"
+    found = Server([*command, *SMALL])
     try:
         yield found.wait_ready()
     finally:

@@ -16,6 +16,7 @@ from specserve.speculation.control.acceptance import RequestEffect, StepOutcome
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
+from tests.speculation.oracle import half
 
 FREE = 2**62
 KV_SECONDS = 131072 / 4.23e12
@@ -100,8 +101,7 @@ def controller(most_slowdown: float = inf) -> Controller:
     return Controller(candidate_shapes, CostModel(table, KV_SECONDS), most_slowdown=most_slowdown)
 
 
-@pytest.mark.parametrize("slots", [1, 4, 16, 64, 256])
-@pytest.mark.parametrize("accepts", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("slots", "accepts"), half([1, 4, 16, 64, 256], [0.0, 0.3, 0.6, 0.8, 0.95]))
 def test_near_the_best_static_shape_and_never_below_off(slots: int, accepts: float) -> None:
     found, device = controller(), Device([accepts] * slots)
     adaptive = device.run(found.choose, found.observe, 600 if slots < 64 else 300)
