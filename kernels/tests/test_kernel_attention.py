@@ -11,8 +11,8 @@ from specserve_kernels.reference.attention import attention
 from torch import Tensor
 
 
-def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor) -> Tensor:
-    batch, queries, heads, size = q_BNHD.shape
+def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor, scale: float) -> Tensor:
+    batch, queries, heads, _ = q_BNHD.shape
     page_size, kv_heads = cache.shape[2:4]
     out = torch.empty_like(q_BNHD)
     for b in range(batch):
@@ -23,7 +23,7 @@ def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor) 
                 kv_head = h // (heads // kv_heads)
                 keys = torch.stack([cache[page, 0, offset, kv_head] for page, offset in where])
                 values = torch.stack([cache[page, 1, offset, kv_head] for page, offset in where])
-                weights = torch.softmax(keys @ q_BNHD[b, n, h] / math.sqrt(size), dim=0)
+                weights = torch.softmax(keys @ q_BNHD[b, n, h] * scale, dim=0)
                 out[b, n, h] = weights @ values
     return out
 
@@ -49,8 +49,11 @@ def test_against_dense(
     visible_BNL[..., 5] = True
     visible_BNL[0, 1] = False
     visible_BNL[0, 1, 0] = True  # a row that sees one entry
-    found = paged_attention(q_BNHD, cache, pages_BM, grouped(q_BNHD, cache, visible_BNL))
-    torch.testing.assert_close(found, naive(q_BNHD, cache, pages_BM, visible_BNL), atol=1e-12, rtol=1e-12)
+    bias = grouped(q_BNHD, cache, visible_BNL)
+    for given, scale in ((None, 1 / math.sqrt(size)), (0.7, 0.7)):
+        found = paged_attention(q_BNHD, cache, pages_BM, bias, scale=given)
+        right = naive(q_BNHD, cache, pages_BM, visible_BNL, scale)
+        torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
 
 
 def test_both_paths_are_taken_by_size() -> None:

@@ -24,13 +24,19 @@ def group_bias(bias_BNL: Tensor, group: int) -> Tensor:
 
 
 def paged_attention(
-    q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias: Tensor, scales: KVScales | None = None
+    q_BNHD: Tensor,
+    cache: Tensor,
+    pages_BM: Tensor,
+    bias: Tensor,
+    scales: KVScales | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Softmax attention with an additive bias over all positions of each request's pages.
 
     ``cache``: ``[pages, (k, v), page size, Hk, D]``, of q's type or float8_e4m3fn, with ``scales``. ``bias``:
     ``group_bias`` of ``[B, N, L]``, 0 where visible, -inf where not, every row with at least one visible position;
-    L = M * page size. Returns ``[B, N, Hq, D]``.
+    L = M * page size. ``scale``: what scores are multiplied by, None: one over the square root of D. Returns
+    ``[B, N, Hq, D]``.
     """
     batch, queries, heads, size = q_BNHD.shape
     kv_heads = cache.shape[3]
@@ -45,11 +51,11 @@ def paged_attention(
     group = heads // kv_heads
     if group * queries > PACK_ROWS:
         out = F.scaled_dot_product_attention(
-            q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias, enable_gqa=group > 1
+            q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias, scale=scale, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
     q = q_BNHD.view(batch, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
-    out = F.scaled_dot_product_attention(q, k_BKLD, v_BKLD, attn_mask=bias)
+    out = F.scaled_dot_product_attention(q, k_BKLD, v_BKLD, attn_mask=bias, scale=scale)
     out_BNHD: Tensor = out.unflatten(2, (queries, group)).transpose(1, 2).flatten(2, 3)
     return out_BNHD
 
