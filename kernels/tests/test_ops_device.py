@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from specserve_kernels.ops import device
 from specserve_kernels.ops.attention import prefill
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
+from specserve_kernels.ops.attention.splits import NEAR
 from specserve_kernels.ops.device import H200, Limits, limits_of
 from specserve_kernels.ops.linear import choose, linear
 
@@ -165,6 +166,16 @@ def test_workers(slots: int, nodes: int, positions: int, workers: int) -> None:
     plan = LaunchPlan.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
     assert plan.workers == workers
     assert plan.most >= slots * plan.tiles
+
+
+@pytest.mark.parametrize("nodes", [1, 20])
+@pytest.mark.parametrize("window", [80, 128, 1024])
+def test_sums_of_a_window(window: int, nodes: int) -> None:
+    """There is room for those of all splits that a slot's rows see, wherever the first begins, and for few others."""
+    plan = LaunchPlan.of(1, nodes, 1, 1, 256, *H200, positions=1 << 17, window=window)
+    seen = [(at + window + nodes - 2) // NEAR - at // NEAR + 1 for at in range(2 * NEAR)]
+    assert max(seen) <= plan.most / plan.tiles <= max(seen) + 1
+    assert LaunchPlan.of(1, 1, 1, 1, 256, *H200, positions=300, window=window).most <= 300 // NEAR + 2
 
 
 def test_sums_have_a_bound() -> None:

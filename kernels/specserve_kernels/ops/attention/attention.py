@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.attention.blocks import fold_columns, load_block, load_pages, scales_of
+from specserve_kernels.ops.attention.blocks import load_block, load_pages, scales_of
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
-from specserve_kernels.ops.attention.paths import Paths, fold_paths
+from specserve_kernels.ops.attention.paths import Paths, fold_listed, fold_paths
 from specserve_kernels.ops.attention.splits import (
     ALIGNED,
     FAR,
@@ -41,12 +41,15 @@ from specserve_kernels.ops.attention.splits import (
     row_sums,
     split_size,
 )
-from specserve_kernels.ops.attention.units import at_slot, begin_of, unit_of, units_of, work_of
+from specserve_kernels.ops.attention.sums import merge_stored, store_sums
+from specserve_kernels.ops.attention.units import at_slot, begin_of, lows_of, unit_of, units_of, work_of
 from specserve_kernels.ops.device import limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
 
 HEAD_DIMS = (32, 64, 128, 256)
+# A window sees the whole of a path of 64 nodes, and up to 15 positions before it in the same sixteen.
+LEAST_WINDOW = 80
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 _COLUMNS = 32  # columns of paths gathered at a time
 
@@ -60,48 +63,6 @@ def _rows_of(start, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _store_sums(acc, stats, which, live_R, top_R, sum_R, acc_RD):
-    """Store the sums that ``_load_sums`` loads."""
-    R: tl.constexpr = acc_RD.shape[0]
-    D: tl.constexpr = acc_RD.shape[1]
-    at_R = stats + which.to(tl.int64) * (2 * R) + tl.arange(0, R)
-    tl.store(at_R, top_R, mask=live_R)
-    tl.store(at_R + R, sum_R, mask=live_R)
-    at_RD = acc + (which.to(tl.int64) * R + tl.arange(0, R))[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(at_RD, acc_RD, mask=live_R[:, None])
-
-
-@triton.jit
-def _load_sums(acc, stats, which, row_X, there_X, R: tl.constexpr, D: tl.constexpr):
-    """Load the sums of rows ``row_X`` of a tile, bypassing L1, which is not coherent with other programs' stores."""
-    at_X = stats + which.to(tl.int64) * (2 * R) + row_X
-    top_X = tl.load(at_X, mask=there_X, other=float("-inf"), cache_modifier=".cg")
-    sum_X = tl.load(at_X + R, mask=there_X, other=0.0, cache_modifier=".cg")
-    at_XD = acc + (which.to(tl.int64) * R + row_X)[:, None] * D + tl.arange(0, D)[None, :]
-    return top_X, sum_X, tl.load(at_XD, mask=there_X[:, None], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _merge_stored(
-    acc, stats, its, apart, units, row_X, live_X, R: tl.constexpr, D: tl.constexpr, MERGED: tl.constexpr
-):  # fmt: skip
-    """Merge the stored sums and weighted values of some rows of a tile, over all its units in order, which are
-    ``apart`` entries apart. ``MERGED``: units loaded at a time."""
-    top_X, sum_XX, acc_XD = nothing_seen(row_X.shape[0], D)
-    sum_X, unit_X = row_sums(sum_XX), tl.zeros_like(row_X)
-    for unit in range(0, units, MERGED):
-        loaded = ()
-        for i in tl.static_range(MERGED):
-            there_X = live_X & (unit_X + i < units)
-            loaded += (_load_sums(acc, stats, its + (unit + i) * apart, row_X, there_X, R, D),)  # type: ignore[assignment]
-        for i in tl.static_range(MERGED):
-            its_top_X, its_sum_X, its_acc_XD = loaded[i]  # type: ignore[var-annotated]
-            top_X, sum_X, acc_XD = merge(top_X, sum_X, acc_XD, its_top_X, its_sum_X, its_acc_XD)
-        unit_X += MERGED
-    return sum_X, acc_XD
-
-
-@triton.jit
 def _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS: tl.constexpr):
     D: tl.constexpr = acc_XD.shape[1]
     result_XD = acc_XD / tl.where(sum_X == 0.0, 1.0, sum_X)[:, None]
@@ -109,28 +70,6 @@ def _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS: 
         result_XD *= value_scale
     at_XD = out + (node_X * HEADS + head_X)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(at_XD, result_XD.to(out.dtype.element_ty), mask=live_X[:, None])
-
-
-@triton.jit
-def _fold_listed(
-    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table, scale,
-    page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Apply the online softmax to the cache entries from ``length`` on, of which each row sees its ``entries``."""
-    R: tl.constexpr = q_RD.shape[0]
-    begin = 0
-    while begin < nodes * entries:
-        own_C = begin + tl.arange(0, C)
-        sees_RC = tl.zeros([R, C], tl.int1)
-        for entry in range(entries):
-            own_R = tl.load(seen + node_R * entries + entry, mask=live_R, other=-1).to(tl.int32)
-            sees_RC |= own_R[:, None] == length + own_C[None, :]
-        top_R, sum_RX, acc_RD = fold_columns(
-            q_RD, length + own_C, sees_RC, own_C < nodes * entries, at_head, value, table, scale, top_R, sum_RX, acc_RD,
-            page_stride, HEADS, PAGE,
-        )  # fmt: skip
-        begin += C
-    return top_R, sum_RX, acc_RD
 
 
 @triton.jit(
@@ -152,6 +91,7 @@ def _attend_kernel(
     tickets,  # arrival counters, zeros: for each tile, how many programs have stored their sums
     scale,
     value_scale,  # scale of an FP8 cache's values; None: the cache has q's dtype
+    window,  # None: rows see all positions from KV_START on
     q_stride,
     table_stride,
     page_stride,
@@ -180,10 +120,13 @@ def _attend_kernel(
     OVERLAP: tl.constexpr,
 ):
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
-    tiles_S, end_S, last_S = work_of(length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED)
-    fine, apart = units_of(tiles_S, last_S, workers, most, NEAR, FAR)
-    stored_S = unit_of(last_S, fine, apart, NEAR, FAR) + 1  # paths may extend into the next unit
-    units_S = unit_of(end_S, fine, apart, NEAR, FAR) + 1 if TAIL == "tree" else stored_S
+    tiles_S, low_S, end_S, last_S = work_of(
+        length_B, q_start, slots, nodes, entries, window, TAIL, GROUP, R, SLOTS, ALIGNED
+    )
+    fine, apart = units_of(tiles_S, low_S, last_S, workers, most, NEAR, FAR)
+    unseen_S = unit_of(low_S, fine, apart, NEAR, FAR)  # units before the windows
+    stored_S = unit_of(last_S, fine, apart, NEAR, FAR) + 1 - unseen_S  # paths may extend into the next unit
+    units_S = unit_of(end_S, fine, apart, NEAR, FAR) + 1 - unseen_S if TAIL == "tree" else stored_S
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)
     share = tl.cdiv(tl.sum(work_S, 0), workers)
@@ -203,8 +146,14 @@ def _attend_kernel(
             count = tl.load(q_start + slot + 1).to(tl.int32) - first
         length = tl.load(length_B + slot).to(tl.int32)
         table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
-        unit_end = tl.where(apart, begin_of(unit + 1, fine, NEAR, FAR), 1 << 30)
-        begin = begin_of(unit, fine, NEAR, FAR) // N
+        unseen = at_slot(slot, unseen_S)
+        unit_end = tl.where(apart, begin_of(unseen + unit + 1, fine, NEAR, FAR), 1 << 30)
+        begin = begin_of(unseen + unit, fine, NEAR, FAR) // N
+        if window is not None:
+            low_R, lowest, highest = lows_of(
+                length, entries, window, tile, first, count, mask_T, TAIL, GROUP, R
+            )
+            begin = tl.maximum(begin, tl.maximum(lowest, 0) // N)
         stop = tl.cdiv(tl.minimum(visible_end, unit_end), N)
         pages = load_pages(table, begin * N, last_page, N, PAGE)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
@@ -222,13 +171,20 @@ def _attend_kernel(
             base = block * N
             position_N = base + offset_N
             live_N = position_N < visible_end
+            if window is not None:
+                live_N &= position_N >= lowest
             k_ND, v_ND = load_block(
                 at_head, value, pages, base, live_N, page_stride, HEADS, D, PAGE, q_RD.dtype
             )
             pages = load_pages(table, base + N, last_page, N, PAGE)
             score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-            if (base + N > nearest) | (base < KV_START):
+            masked = (base + N > nearest) | (base < KV_START)
+            if window is not None:
+                masked |= base < highest
+            if masked:
                 visible_RN = (position_N[None, :] < end_R[:, None]) & (position_N >= KV_START)[None, :]
+                if window is not None:
+                    visible_RN &= position_N[None, :] >= low_R[:, None]
                 score_RN = tl.where(visible_RN, score_RN, float("-inf"))
             top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
             if (not fine) & ((base + N) % split_size(base, NEAR, FAR) == 0) & (base + N <= visible_end):
@@ -240,7 +196,7 @@ def _attend_kernel(
         mine = its + unit * HEADS
         if TAIL == "listed":  # noqa: SIM102
             if unit + 1 == units:
-                top_R, sum_RX, acc_RD = _fold_listed(
+                top_R, sum_RX, acc_RD = fold_listed(
                     q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table,
                     scale, page_stride, HEADS, PAGE, C,
                 )  # fmt: skip
@@ -254,7 +210,7 @@ def _attend_kernel(
                         )
                         top_R, sum_RX, acc_RD = nothing_seen(R, D)
                         if stored > units:
-                            _store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
+                            store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
                             all_top_R, all_sum_RX, all_acc_RD = nothing_seen(R, D)
                             all_sum_R = row_sums(all_sum_RX)
                             mine += HEADS
@@ -270,7 +226,7 @@ def _attend_kernel(
         if stored == 1:
             _store_rows(out, all_acc_RD, all_sum_R, value_scale, node_R, head_R, live_R, HEADS * GROUP)
         else:
-            _store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
+            store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
             ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, R) + tile
             tl.debug_barrier()
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == units - 1:
@@ -279,7 +235,7 @@ def _attend_kernel(
                 while row < tl.minimum(tile * R + R, count * GROUP):
                     node_X, head_X, live_X = _rows_of(row, first, count, head, GROUP, MERGED_ROWS)
                     row_X = row - tile * R + tl.arange(0, MERGED_ROWS)
-                    sum_X, acc_XD = _merge_stored(acc, stats, its, HEADS, stored, row_X, live_X, R, D, MERGED)
+                    sum_X, acc_XD = merge_stored(acc, stats, its, HEADS, stored, row_X, live_X, R, D, MERGED)
                     _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS * GROUP)
                     row += MERGED_ROWS
         at += 1
@@ -299,21 +255,21 @@ class Workspace:
     __slots__ = ("_made",)
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], tuple[LaunchPlan, tuple[Tensor, ...]]] = {}
+        self._made: dict[tuple[int | None, ...], tuple[LaunchPlan, tuple[Tensor, ...]]] = {}
 
     def of(
-        self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int, positions: int, tree: bool
-    ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:
+        self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int, positions: int, tree: bool, window: int | None
+    ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:  # fmt: skip
         """Return the launch plan, the buffers of sums, and arrival counters. ``positions``: of a slot's table;
         ``tree``: paths are gathered."""
-        key = (*q_TND.shape, cache.shape[3])
+        key = (*q_TND.shape, cache.shape[3], window)
         if key not in self._made:
-            self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes, positions, tree)
+            self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes, positions, tree, window)
         return self._made[key]
 
     def _make(
-        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool
-    ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:
+        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool, window: int | None
+    ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:  # fmt: skip
         _, heads, size = q_TND.shape
         plan = LaunchPlan.of(
             slots,
@@ -324,6 +280,7 @@ class Workspace:
             *limits_of(q_TND.device),
             positions=positions,
             tree=tree,
+            window=window,
             wide=q_TND.dtype == torch.float32,
         )
         sums = (
@@ -344,29 +301,26 @@ def attend_nodes(
     workspace: Workspace,
     scales: KVScales | None = None,
     kv_start: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Tree attention: a node of slot b sees positions from ``kv_start`` to below ``length_B[b]`` and its path. Keys and
     values of the nodes are already stored, node i's at ``length_B[b] + i``. With a ``kv_start`` there are only chains.
+    With a ``window``, at least ``LEAST_WINDOW``, a node sees only its own position, which is ``length_B[b]`` and its
+    depth, and ``window - 1`` before it. Keys and values before a slot's windows are not read.
 
     ``q_TND`` ``[T, Hq, D]``, rows may be strided; ``cache`` ``[pages, (k, v), page size, Hk, D]``, the last three
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``:
     the start of each slot's nodes, at most ``max_nodes`` (64) a slot, none only if T is more than B; unused nodes get
     zeros. ``paths``: from ``list_paths``, for as many nodes; None: each slot's nodes are a chain. Index tensors are
     int64 or int32; ``length_B`` and ``q_start`` must not come from the launch right before this one: see ``pdl``.
-    Returns ``[T, Hq, D]``, contiguous.
+    ``scale``: what scores are multiplied by, None: one over the square root of D. Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(
-            q_TND,
-            cache,
-            pages_BM,
-            length_B,
-            workspace,
-            nodes=1,
-            tail="none",
-            kv_start=kv_start,
-            scales=scales,
-        )
+            q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", kv_start=kv_start, scales=scales,
+            scale=scale, window=window,
+        )  # fmt: skip
     assert not kv_start or paths is None
     tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
     return _launch(
@@ -382,6 +336,8 @@ def attend_nodes(
         entries=entries,
         kv_start=kv_start,
         scales=scales,
+        scale=scale,
+        window=window,
     )
 
 
@@ -394,16 +350,19 @@ def attend_frontier(
     scratch_BKA: Tensor,
     workspace: Workspace,
     scales: KVScales | None = None,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
     in ``scratch_BKA[b, k]``, which list its path in order, from ``prefix_B[b]`` on; with K = 1 they are consecutive.
+    For a ``window``, a row's position is ``prefix_B[b] + A - 1``.
 
-    Tensors as in ``attend_nodes``. Rows that see nothing get zeros.
+    Tensors and ``scale`` as in ``attend_nodes``. Rows that see nothing get zeros.
     """
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
-        entries=entries, kv_start=kv_start, seen=scratch_BKA, scales=scales,
+        entries=entries, kv_start=kv_start, seen=scratch_BKA, scales=scales, scale=scale, window=window,
     )  # fmt: skip
 
 
@@ -423,10 +382,13 @@ def _launch(
     entries: int = 1,
     kv_start: int = 0,
     scales: KVScales | None,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
-    tree = tail in ("tree", "listed")
-    plan, sums = workspace.of(q_TND, cache, slots, nodes, pages_BM.shape[1] * cache.shape[2], tree)
+    assert window is None or window >= LEAST_WINDOW
+    tree, positions = tail in ("tree", "listed"), pages_BM.shape[1] * cache.shape[2]
+    plan, sums = workspace.of(q_TND, cache, slots, nodes, positions, tree, window)
     out = q_TND.new_empty(q_TND.shape)
     rest = (length_B if x is None else x for x in (q_start, seen, mask_T, pack_TC))
     group = heads // kv_heads
@@ -439,7 +401,8 @@ def _launch(
         *rest,
         out,
         *sums,
-        *scales_of(size, scales),
+        *scales_of(size, scale, scales),
+        window,
         q_TND.stride(0),
         pages_BM.stride(0),
         cache.stride(0),
@@ -463,7 +426,7 @@ def _launch(
         MERGED_ROWS=min(16, next_power_of_2(nodes * group)),
         SLOTS=next(most for most in _SLOTS if most >= slots),
         NEAR=NEAR,
-        FAR=FAR,
+        FAR=FAR if window is None else NEAR,
         ALIGNED=ALIGNED,
         num_warps=plan.warps,
         **overlap(),

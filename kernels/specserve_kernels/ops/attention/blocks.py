@@ -36,9 +36,10 @@ _FP8 = tl.constexpr(
 )
 
 
-def scales_of(size: int, scales: KVScales | None) -> tuple[float, float | None]:
-    """Return the scale of scores, for base 2, and that of values, None if there is none."""
-    score = LOG2_E / math.sqrt(size)
+def scales_of(size: int, scale: float | None, scales: KVScales | None) -> tuple[float, float | None]:
+    """Return the scale of scores, for base 2, and that of values, None if there is none. ``scale``: of scores, for base
+    e; None: one over the square root of the head's ``size``."""
+    score = LOG2_E / math.sqrt(size) if scale is None else LOG2_E * scale
     return (score, None) if scales is None else (score * scales.key, scales.value)
 
 

@@ -38,12 +38,16 @@ class LaunchPlan(NamedTuple):
         positions: int = FAR,
         wide: bool = False,
         tree: bool = False,
+        window: int | None = None,
     ) -> LaunchPlan:
         """Choose the plan. ``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``:
-        paths are gathered. Measured on an H100 by ``kernels/bench/attention.py --sweep``. A multiprocessor has room for
-        two programs of 64 rows."""
+        paths are gathered. ``window``: how many positions a row sees, None: all. Measured on an H100 by
+        ``kernels/bench/attention.py --sweep``. A multiprocessor has room for two programs of 64 rows."""
         need = group * nodes
-        units = min(-(-positions // NEAR), FAR // NEAR + -(-positions // FAR)) + 1
+        far = FAR
+        if window is not None:
+            positions, far = min(positions, window + nodes), NEAR
+        units = min(-(-positions // NEAR), far // NEAR + -(-positions // far)) + 1
         few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors
         rows = 16 if need <= 16 or few else 32 if need <= 32 or row_bytes > 512 else 64
         fill = max(1, (2 if rows == 64 else 3) * processors // kv_heads)

@@ -32,7 +32,7 @@ class Paths(NamedTuple):
 
 
 @triton.jit
-def _ones(bits_L):
+def ones_of(bits_L):
     """Return the number of bits that are 1."""
     bits_L = bits_L - ((bits_L >> 1) & 0x5555555555555555)
     bits_L = (bits_L & 0x3333333333333333) + ((bits_L >> 2) & 0x3333333333333333)
@@ -51,7 +51,7 @@ def _list_paths_kernel(
     first, length = tl.load(q_start + slot).to(tl.int64), tl.load(length_B + slot).to(tl.int32)
     count = (tl.load(q_start + slot + 1) - first).to(tl.int32)
     mask_L = tl.load(mask_T + first + lane_L, mask=lane_L < count, other=0).to(tl.int64)
-    depth_L = _ones(mask_L) - 1
+    depth_L = ones_of(mask_L) - 1
     for sixteen in range(sixteens):
         low = sixteen * ALIGNED - length % ALIGNED
         shared = tl.maximum(-low, 0)  # keys before the tree
@@ -61,7 +61,7 @@ def _list_paths_kernel(
         for node in range(count):
             own = tl.load(mask_T + first + node).to(tl.int64) & inside
             if own != 0:
-                pack = tl.min(tl.where(_ones(packed_L | own) <= ALIGNED - shared, lane_L, 63), 0)
+                pack = tl.min(tl.where(ones_of(packed_L | own) <= ALIGNED - shared, lane_L, 63), 0)
                 packed_L = tl.where(lane_L == pack, packed_L | own, packed_L)
                 pack_L = tl.where(lane_L == node, pack, pack_L)
                 used = tl.maximum(used, pack + 1)
@@ -109,4 +109,26 @@ def fold_paths(
             q_RD, at_C, sees_RC & (at_C >= 0)[None, :], at_C >= 0, at_head, value, table, scale, top_R, sum_RX, acc_RD,
             page_stride, HEADS, PAGE,
         )  # fmt: skip
+    return top_R, sum_RX, acc_RD
+
+
+@triton.jit
+def fold_listed(
+    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table, scale,
+    page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Apply the online softmax to the cache entries from ``length`` on, of which each row sees its ``entries``."""
+    R: tl.constexpr = q_RD.shape[0]
+    begin = 0
+    while begin < nodes * entries:
+        own_C = begin + tl.arange(0, C)
+        sees_RC = tl.zeros([R, C], tl.int1)
+        for entry in range(entries):
+            own_R = tl.load(seen + node_R * entries + entry, mask=live_R, other=-1).to(tl.int32)
+            sees_RC |= own_R[:, None] == length + own_C[None, :]
+        top_R, sum_RX, acc_RD = fold_columns(
+            q_RD, length + own_C, sees_RC, own_C < nodes * entries, at_head, value, table, scale, top_R, sum_RX, acc_RD,
+            page_stride, HEADS, PAGE,
+        )  # fmt: skip
+        begin += C
     return top_R, sum_RX, acc_RD

@@ -1,8 +1,8 @@
 """Causal attention of prompt chunks over a paged cache that already holds their keys and values.
 
 FlashAttention (Dao et al. 2022, arXiv 2205.14135; the loop order of FlashAttention-2, arXiv 2307.08691): a program
-serves a tile of one request's tokens and one query head. ``splits`` defines the order of the sums. Blocks before the
-tile are fully visible and need no mask.
+serves a tile of one request's tokens and one query head. ``splits`` defines the order of the sums. Blocks that
+all rows of the tile see need no mask: those before it, from the first that lies in all windows on.
 
 A chunk's own keys and values are also next to its queries, one row for each token. On Hopper the copy engine (TMA)
 reads them from there through descriptors, and pages are read only for what came before the chunk.
@@ -30,11 +30,12 @@ _MOST_ROW_BYTES = 256  # largest row of a head that is read by descriptors
 
 @triton.jit
 def _fold_block(
-    q_RD, k_ND, v_ND, base, end, position_R, scale, all_, top_R, sum_RX, acc_RD,
+    q_RD, k_ND, v_ND, base, end, position_R, window, scale, all_, top_R, sum_RX, acc_RD,
     MASKED: tl.constexpr, KV_START: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Do one step of the online softmax. Before a split's first block, merge the previous split into those before it.
-    If ``MASKED``, a row sees positions up to its own, from ``KV_START`` on if that is not after it."""
+    If ``MASKED``, a row sees positions up to its own, the last ``window`` of them, from ``KV_START`` on if that is not
+    after it."""
     N: tl.constexpr = k_ND.shape[0]
     D: tl.constexpr = k_ND.shape[1]
     if base % split_size(base, NEAR, FAR) == 0:
@@ -46,6 +47,8 @@ def _fold_block(
         visible_RN = position_N[None, :] <= position_R[:, None]
         if KV_START:
             visible_RN &= (position_N >= KV_START)[None, :] | (position_R < KV_START)[:, None]
+        if window is not None:
+            visible_RN &= position_N[None, :] > (position_R - window)[:, None]
         score_RN = tl.where(visible_RN, score_RN, float("-inf"))
         v_ND = tl.where((position_N < end)[:, None], v_ND, 0.0)  # later values may not be finite
     top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
@@ -54,7 +57,8 @@ def _fold_block(
 
 @triton.jit
 def _fold_pages(
-    q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, stop, end, position_R, page_stride, kv_stride,
+    q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, stop, low, end, position_R, window,
+    page_stride, kv_stride,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     KV_START: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -63,6 +67,8 @@ def _fold_pages(
     for block in tl.range(begin, stop, num_stages=2):
         position_N = block * N + offset_N
         live_N = position_N < end if MASKED else offset_N >= 0
+        if MASKED and window is not None:
+            live_N &= position_N >= low
         page_N = tl.load(table + position_N.to(tl.uint32) // PAGE, mask=live_N, other=0).to(tl.int32)
         k_ND, v_ND = load_block(
             at_head,
@@ -77,15 +83,15 @@ def _fold_pages(
             q_RD.dtype,
         )
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START, NEAR,
-            FAR,
+            q_RD, k_ND, v_ND, block * N, end, position_R, window, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START,
+            NEAR, FAR,
         )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
 
 
 @triton.jit
 def _fold_own(
-    q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, end, position_R,
+    q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, end, position_R, window,
     N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, KV_START: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
@@ -93,8 +99,8 @@ def _fold_own(
     for block in tl.range(begin, stop, num_stages=STAGES):
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START, NEAR,
-            FAR,
+            q_RD, k_ND, v_ND, block * N, end, position_R, window, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START,
+            NEAR, FAR,
         )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
 
@@ -112,7 +118,8 @@ def _prefill_kernel(
     positions_T,
     out,  # [T, Hq, D]
     scale,
-    value_scale,  # as in _attend_kernel
+    value_scale,  # this and window as in _attend_kernel
+    window,
     q_stride,
     table_stride,
     page_stride,
@@ -127,6 +134,7 @@ def _prefill_kernel(
     OWN: tl.constexpr,  # the tokens' own keys and values come from kv_desc
     PAGED: tl.constexpr,  # some keys come from pages
     KV_START: tl.constexpr,  # only positions before it see these; at most N
+    LOW: tl.constexpr,  # there is a KV_START or a window
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):
@@ -152,7 +160,10 @@ def _prefill_kernel(
     position_R = start + local_R
     end = start + tl.minimum(tile * R + R, count)
     whole, stop = (start + tile * R + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
-    hidden: tl.constexpr = 1 if KV_START else 0  # blocks with positions that are not to be seen
+    low, hidden = 0, 1 if KV_START else 0  # blocks with positions that are not to be seen
+    if window is not None:
+        low = tl.maximum(start + tile * R + 1 - window, 0)
+        hidden = tl.maximum(hidden, tl.cdiv(tl.maximum(end - window, 0), N))
     whole = tl.maximum(whole, hidden)
     top_R, sum_RX, acc_RD = nothing_seen(R, D)
     all_ = (top_R, row_sums(sum_RX), acc_RD)
@@ -161,36 +172,37 @@ def _prefill_kernel(
         own = tl.minimum(tl.cdiv(start, N), stop) if OWN else stop
         at_head = cache + (head // GROUP) * D
         table = pages_BM + slot.to(tl.int64) * table_stride
-        if KV_START:
+        if LOW:
             all_, top_R, sum_RX, acc_RD = _fold_pages(
-                q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, 0, tl.minimum(hidden, own), end, position_R,
-                page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
+                q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, low // N, tl.minimum(hidden, own), low, end,
+                position_R, window, page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
             )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, hidden, tl.minimum(whole, own), end, position_R,
-            page_stride, kv_stride, HEADS, D, PAGE, N, False, KV_START, NEAR, FAR,
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, hidden, tl.minimum(whole, own), low, end,
+            position_R, None, page_stride, kv_stride, HEADS, D, PAGE, N, False, KV_START, NEAR, FAR,
         )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, tl.minimum(whole, own), own, end, position_R,
-            page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, tl.minimum(whole, own), own, low, end,
+            position_R, None, page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     if OWN:
         row, k_at = first.to(tl.int32) - start, (head // GROUP) * D
         v_at = HEADS * D + k_at
-        if KV_START:
+        if LOW:
+            own = tl.maximum(own, low // N)
             all_, top_R, sum_RX, acc_RD = _fold_own(
                 q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, hidden, end, position_R,
-                N, 1, True, KV_START, NEAR, FAR,
+                window, N, 1, True, KV_START, NEAR, FAR,
             )  # fmt: skip
             own = tl.maximum(own, hidden)
         whole = tl.maximum(whole, own)
         all_, top_R, sum_RX, acc_RD = _fold_own(
             q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, whole, end, position_R,
-            N, STAGES, False, KV_START, NEAR, FAR,
+            None, N, STAGES, False, KV_START, NEAR, FAR,
         )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_own(
             q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, whole, stop, end, position_R,
-            N, 1, True, KV_START, NEAR, FAR,
+            None, N, 1, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     top_R, sum_R, acc_RD = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
     result_RD = acc_RD / sum_R[:, None]
@@ -237,15 +249,19 @@ def attend_chunks(
     prefix: bool = True,
     scales: KVScales | None = None,
     kv_start: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention: token t sees positions from ``kv_start`` (at most 16) up to its own, ``positions_T[t]``,
-    consecutive within a request.
+    consecutive within a request; with a ``window`` the last ``window`` of them. Keys and values in the cache before a
+    request's windows are not read.
 
     ``q_TND`` ``[T, Hq, D]``, rows may be strided; ``cache`` ``[pages, (k, v), page size, Hk, D]``, the last three
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``
     covers all T tokens, at most ``max_tokens`` a request, possibly none. Index tensors are int64 or int32. ``kv_TND``
     ``[T, 2 * Hk, D]``: the tokens' own keys and then values, as the cache holds them. ``prefix``: some request begins
-    after position 0. Returns ``[T, Hq, D]``, contiguous, without meaning for tokens before ``kv_start``.
+    after position 0. ``scale``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, contiguous, without meaning for tokens
+    before ``kv_start``.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     wide = q_TND.element_size() == 4
@@ -268,7 +284,8 @@ def attend_chunks(
         q_start,
         positions_T,
         out,
-        *scales_of(size, scales),
+        *scales_of(size, scale, scales),
+        window,
         q_TND.stride(0),
         pages_BM.stride(0),
         cache.stride(0),
@@ -283,8 +300,9 @@ def attend_chunks(
         OWN=kv is not None,
         PAGED=kv is None or prefix,
         KV_START=kv_start,
+        LOW=bool(kv_start) or window is not None,
         NEAR=NEAR,
-        FAR=FAR,
+        FAR=FAR if window is None else NEAR,
         num_warps=tile.warps,
     )
     return out

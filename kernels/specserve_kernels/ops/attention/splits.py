@@ -2,8 +2,10 @@
 
 A token's keys are added in the order of positions, sixteen at a time, as tensor cores do. The sixteens begin at
 multiples of 16, whatever else is in the launch. Positions are divided into *splits*: of ``NEAR`` positions below
-``FAR``, of ``FAR`` positions from there on. Each split is summed from zero, then the splits are added in order, so
-several programs can share one token's keys.
+``FAR``, of ``FAR`` positions from there on. In a layer with a window, all are of ``NEAR`` positions: else a window far
+into the text would lie in one or two splits, too few to keep a GPU busy. Each split is summed from zero, then the
+splits are added in order, so several programs can share one token's keys. A split in which a token sees nothing changes
+nothing, so splits before its window may be left out.
 
 The online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135) rescales its sums by the largest score so far.
 Here that maximum is rounded up to a whole power of two and scores to multiples of 2^-12, so rescaling rounds nothing,

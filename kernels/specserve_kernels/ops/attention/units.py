@@ -3,7 +3,7 @@
 A unit is one split if all programs fit on the device at once; otherwise it is all near splits, or all positions,
 whichever takes less time.
 
-Shapes: S slots with room.
+Shapes: S slots with room. R rows of a tile.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specserve_kernels.ops.attention.paths import ones_of
 from specserve_kernels.ops.pdl import load_settled
 
 
@@ -29,25 +30,26 @@ def begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def units_of(tiles_S, last_S, workers, most, NEAR: tl.constexpr, FAR: tl.constexpr):
+def units_of(tiles_S, low_S, last_S, workers, most, NEAR: tl.constexpr, FAR: tl.constexpr):
     """Return the fastest division into units that can all be stored, as ``unit_of`` takes it. Storing and merging a
-    unit takes as long as a quarter of ``FAR``."""
-    near = tl.sum(tiles_S * (unit_of(last_S, True, True, NEAR, FAR) + 1), 0)
-    far = tl.sum(tiles_S * (unit_of(last_S, False, True, NEAR, FAR) + 1), 0)
-    longest = tl.max(tl.where(tiles_S > 0, last_S + 1, 0), 0)
+    unit takes as long as two splits of ``NEAR``."""
+    near_S = unit_of(last_S, True, True, NEAR, FAR) - unit_of(low_S, True, True, NEAR, FAR)
+    far_S = unit_of(last_S, False, True, NEAR, FAR) - unit_of(low_S, False, True, NEAR, FAR)
+    near, far = tl.sum(tiles_S * (near_S + 1), 0), tl.sum(tiles_S * (far_S + 1), 0)
+    longest = tl.max(tl.where(tiles_S > 0, last_S + 1 - low_S, 0), 0)
     fine = near <= tl.minimum(workers, most)
-    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * (longest + FAR // 4)
-    shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + FAR // 4) < whole
+    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * (longest + 2 * NEAR)
+    shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + 2 * NEAR) < whole
     return fine, fine | ((far <= most) & shorter)
 
 
 @triton.jit
 def work_of(
-    length_B, q_start, slots, nodes, entries,
+    length_B, q_start, slots, nodes, entries, window,
     TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return for each slot its number of row tiles, the end of the positions that its rows may share, and the last
-    position of a path."""
+    """Return for each slot its number of row tiles, the first position that a row may see, the end of the positions
+    that its rows may share, and the last position of a path."""
     slot_S = tl.arange(0, SLOTS)
     there_S = slot_S < slots
     length_S = load_settled(length_B + slot_S, there_S, 0).to(tl.int32)
@@ -65,7 +67,32 @@ def work_of(
     else:
         end_S = tl.maximum(length_S, 1)
         last_S = end_S - 1
-    return tl.cdiv(count_S * GROUP, R), end_S, last_S
+    low_S = tl.zeros([SLOTS], tl.int32)
+    if window is not None:
+        root_S = length_S if (TAIL == "chain") | (TAIL == "tree") else length_S + entries - 1
+        low_S = tl.maximum(root_S + 1 - window, 0)
+    return tl.cdiv(count_S * GROUP, R), low_S, end_S, last_S
+
+
+@triton.jit
+def lows_of(
+    length, entries, window, tile, first, count, mask_T, TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Return the first position in the window of each of a tile's rows, the lowest and the highest of these. They may
+    be negative."""
+    local_R = (tile * R + tl.arange(0, R)) // GROUP
+    first_depth, last_depth = 0, entries - 1
+    if TAIL == "chain":
+        depth_R = local_R
+        first_depth, last_depth = tile * R // GROUP, tl.minimum((tile * R + R - 1) // GROUP, count - 1)
+    elif TAIL == "tree":
+        mask_R = tl.load(mask_T + first + local_R, mask=local_R < count, other=1).to(tl.int64)
+        depth_R = ones_of(mask_R) - 1
+    else:
+        depth_R = tl.zeros([R], tl.int32) + (entries - 1)
+        first_depth = entries - 1
+    root = length + 1 - window
+    return root + depth_R, root + first_depth, root + last_depth
 
 
 @triton.jit
