@@ -1,6 +1,7 @@
 """Time of the Triton attention kernels against the time their cache reads take at the device's bandwidth.
 
-``python kernels/bench/attention.py [--sweep] [--only TEXT] [--kv bfloat16 fp8_e4m3]`` on a machine with a GPU. Kernels
+``python kernels/bench/attention.py [--sweep] [--only TEXT] [--kv bfloat16 fp8_e4m3]`` on a machine with a GPU. Layers
+with a window, as Gemma 3 12B's: ``--heads 16 8 256 --window 1024 --length 512 16384``. Kernels
 are replayed in a CUDA graph over several caches, together larger than the second cache, as a model's layers are; a
 prefill's own keys and values are the same ones each time. Prefill is of the last n of a prompt's positions. ``--sweep``
 tries other ways to cut the work; ``--kv`` says what the cache holds. FlashInfer's masked prefill kernel (FA2) stands
@@ -53,12 +54,14 @@ class Shape:
     room: int = 0  # positions of the page table, 0: as needed
     most: int = 0  # nodes that a slot may have: those of all are shared unequally; 0: each has as many
     kv: torch.dtype = DTYPE
+    window: int | None = None
 
     def __str__(self) -> str:
         text = f"{self.kind:8} B={self.slots:<3} n={self.nodes:<3} length={self.length}"
         text += f" last={self.last}" if self.last else ""
         text += f" most={self.most}" if self.most else ""
         text += f" room={self.room}" if self.room else ""
+        text += f" window={self.window}" if self.window else ""
         return text + (" fp8" if self.kv != DTYPE else "")
 
     @property
@@ -81,7 +84,14 @@ class Shape:
     @property
     def kv_bytes(self) -> float:
         own = 0 if self.kind == "prefill" else self.nodes * max(1, self.entries)
-        return 2.0 * (sum(self.lengths) + self.slots * own) * KV_HEADS * HEAD_DIM * self.kv.itemsize
+        seen = [self.seen(length) for length in self.lengths]
+        return 2.0 * (sum(seen) + self.slots * own) * KV_HEADS * HEAD_DIM * self.kv.itemsize
+
+    def seen(self, length: int) -> int:
+        """Positions before a slot's nodes, or of its prompt, that some row sees."""
+        if self.window is None:
+            return length
+        return min(length, self.window - 1 + (self.nodes if self.kind == "prefill" else 0))
 
     @property
     def scales(self) -> KVScales | None:
@@ -182,22 +192,23 @@ def ours(shape: Shape, x: Inputs) -> Run:
         start = shape.length - shape.nodes
         positions_T = torch.arange(start, shape.length, device=DEVICE).repeat(shape.slots)
         return lambda cache: prefill.attend_chunks(
-            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, start > 0, shape.scales
-        )
+            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, start > 0, shape.scales,
+            window=shape.window,
+        )  # fmt: skip
     work = Workspace()
     if shape.kind == "draft":
         own_K1 = torch.arange(shape.nodes, device=DEVICE)[:, None]
         level_A = torch.arange(shape.entries, device=DEVICE) * shape.nodes
         scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
         return lambda cache: attend_frontier(
-            x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales
+            x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales, window=shape.window
         )
     mask_T, depth_T = masks(shape)
     most, paths = shape.most or shape.nodes, None
     if shape.kind == "tree":
         paths = list_paths(mask_T, x.q_start, x.length_B, int(depth_T.max()), most)
     where = x.pages_BM, x.length_B, x.q_start, paths, most
-    return lambda cache: attend_nodes(x.q_TND, cache, *where, work, shape.scales)
+    return lambda cache: attend_nodes(x.q_TND, cache, *where, work, shape.scales, window=shape.window)
 
 
 def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
@@ -206,7 +217,7 @@ def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
         import flashinfer
     except ImportError:
         return None
-    if shape.scales or shape.kind == "draft" or shape.last or shape.room or shape.most:
+    if shape.scales or shape.kind == "draft" or shape.last or shape.room or shape.most or shape.window:
         return None
     wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
@@ -261,7 +272,8 @@ def report(
     floor = shape.kv_bytes / PEAK * 1e6
     line = f"{shape!s:46} {us:8.1f} us  floor {floor:7.1f}  {shape.kv_bytes / us / 1e6:5.2f} TB/s {floor / us:5.2f}"
     if shape.kind == "prefill":
-        pairs = shape.nodes * (shape.length - shape.nodes) + shape.nodes * (shape.nodes + 1) / 2
+        ends = range(shape.length - shape.nodes + 1, shape.length + 1)
+        pairs = sum(min(end, shape.window or end) for end in ends)
         flops = 4.0 * shape.slots * HEADS * HEAD_DIM * pairs
         line += f"  {flops / us / 1e6:5.0f} TFLOP/s"
     if other is not None:
@@ -310,6 +322,7 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
         row_bytes,
         *limits,
         positions=shape.pages * PAGE,
+        window=shape.window,
     )
     need = (shape.most or shape.nodes) * HEADS // KV_HEADS
     for rows, block, warps, stages in product(rows_tried, BLOCKS, WARPS, STAGES):
@@ -323,17 +336,28 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
+    global HEADS, KV_HEADS, HEAD_DIM
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", nargs="+", default=[""], help="shapes whose name holds one of these")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64], help="of tiles, to sweep")
     parser.add_argument("--no-flashinfer", action="store_true")
     parser.add_argument("--kv", nargs="+", default=["bfloat16"], choices=KV, help="types of the cache")
+    parser.add_argument("--heads", type=int, nargs=3, default=[HEADS, KV_HEADS, HEAD_DIM], help="Hq, Hk, D")
+    parser.add_argument("--window", type=int, help="positions that a row sees, of all layers")
+    parser.add_argument("--length", type=int, nargs="+", help="of all slots, instead of each shape's")
     arguments = parser.parse_args()
+    HEADS, KV_HEADS, HEAD_DIM = arguments.heads
     print(
         f"{torch.cuda.get_device_name()}, queries {DTYPE}, Hq {HEADS}, Hk {KV_HEADS}, D {HEAD_DIM}, page {PAGE}"
     )
-    for shape in (replace(shape, kv=KV[kv]) for shape in SHAPES for kv in arguments.kv):
+    every = product(SHAPES, arguments.kv, arguments.length or [None])
+    shapes = [
+        replace(shape, kv=KV[kv], window=arguments.window, length=length or shape.length)
+        for shape, kv, length in every
+        if length is None or shape.kind != "prefill" or shape.nodes <= length
+    ]
+    for shape in dict.fromkeys(shapes):
         if not any(text in str(shape) for text in arguments.only):
             continue
         if arguments.sweep:
