@@ -127,7 +127,7 @@ def agreeing_32(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """The same with heads of 32, the smallest that the kernels take."""
     path = tmp_path_factory.mktemp("agreeing_32")
     target = make_llama(
-        path / "target", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04
+        path / "target", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, branch_scale=0.12
     )
     return _agreeing(path, target, rank=48, heads=2, kv_heads=1)
 
