@@ -42,7 +42,15 @@ from specserve_kernels.ops.attention.splits import (
     split_size,
 )
 from specserve_kernels.ops.attention.sums import merge_stored, store_sums
-from specserve_kernels.ops.attention.units import at_slot, begin_of, lows_of, unit_of, units_of, work_of
+from specserve_kernels.ops.attention.units import (
+    at_slot,
+    begin_of,
+    lows_of,
+    unit_of,
+    units_between,
+    units_of,
+    work_of,
+)
 from specserve_kernels.ops.device import limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
@@ -123,10 +131,11 @@ def _attend_kernel(
     tiles_S, low_S, end_S, last_S = work_of(
         length_B, q_start, slots, nodes, entries, window, TAIL, GROUP, R, SLOTS, ALIGNED
     )
-    fine, apart = units_of(tiles_S, low_S, last_S, workers, most, NEAR, FAR)
-    unseen_S = unit_of(low_S, fine, apart, NEAR, FAR)  # units before the windows
-    stored_S = unit_of(last_S, fine, apart, NEAR, FAR) + 1 - unseen_S  # paths may extend into the next unit
-    units_S = unit_of(end_S, fine, apart, NEAR, FAR) + 1 - unseen_S if TAIL == "tree" else stored_S
+    fine, apart = units_of(tiles_S, low_S, last_S, workers, most, window, NEAR, FAR)
+    stored_S = units_between(
+        low_S, last_S, fine, apart, window, NEAR, FAR
+    )  # paths may extend into the next unit
+    units_S = units_between(low_S, end_S, fine, apart, window, NEAR, FAR) if TAIL == "tree" else stored_S
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)
     share = tl.cdiv(tl.sum(work_S, 0), workers)
@@ -146,9 +155,11 @@ def _attend_kernel(
             count = tl.load(q_start + slot + 1).to(tl.int32) - first
         length = tl.load(length_B + slot).to(tl.int32)
         table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
-        unseen = at_slot(slot, unseen_S)
-        unit_end = tl.where(apart, begin_of(unseen + unit + 1, fine, NEAR, FAR), 1 << 30)
-        begin = begin_of(unseen + unit, fine, NEAR, FAR) // N
+        of_all = unit  # among those of all positions
+        if window is not None:
+            of_all += at_slot(slot, unit_of(low_S, fine, apart, NEAR, FAR))
+        unit_end = tl.where(apart, begin_of(of_all + 1, fine, NEAR, FAR), 1 << 30)
+        begin = begin_of(of_all, fine, NEAR, FAR) // N
         if window is not None:
             low_R, lowest, highest = lows_of(
                 length, entries, window, tile, first, count, mask_T, TAIL, GROUP, R

@@ -160,9 +160,14 @@ def _prefill_kernel(
     position_R = start + local_R
     end = start + tl.minimum(tile * R + R, count)
     whole, stop = (start + tile * R + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
-    low, hidden = 0, 1 if KV_START else 0  # blocks with positions that are not to be seen
+    low, begin, hidden = (
+        0,
+        0,
+        1 if KV_START else 0,
+    )  # blocks before ``hidden`` have positions that are not to be seen
     if window is not None:
         low = tl.maximum(start + tile * R + 1 - window, 0)
+        begin = low // N
         hidden = tl.maximum(hidden, tl.cdiv(tl.maximum(end - window, 0), N))
     whole = tl.maximum(whole, hidden)
     top_R, sum_RX, acc_RD = nothing_seen(R, D)
@@ -174,7 +179,7 @@ def _prefill_kernel(
         table = pages_BM + slot.to(tl.int64) * table_stride
         if LOW:
             all_, top_R, sum_RX, acc_RD = _fold_pages(
-                q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, low // N, tl.minimum(hidden, own), low, end,
+                q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, tl.minimum(hidden, own), low, end,
                 position_R, window, page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
             )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
@@ -188,8 +193,9 @@ def _prefill_kernel(
     if OWN:
         row, k_at = first.to(tl.int32) - start, (head // GROUP) * D
         v_at = HEADS * D + k_at
+        if window is not None:
+            own = tl.maximum(own, begin)
         if LOW:
-            own = tl.maximum(own, low // N)
             all_, top_R, sum_RX, acc_RD = _fold_own(
                 q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, hidden, end, position_R,
                 window, N, 1, True, KV_START, NEAR, FAR,

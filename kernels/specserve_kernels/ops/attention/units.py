@@ -30,13 +30,25 @@ def begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def units_of(tiles_S, low_S, last_S, workers, most, NEAR: tl.constexpr, FAR: tl.constexpr):
+def units_between(low_S, last_S, fine, apart, window, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """Return the number of units from the one that holds the first position of a ``window``, or else from the first, to
+    the one that holds the last position."""
+    units_S = unit_of(last_S, fine, apart, NEAR, FAR) + 1
+    if window is not None:
+        units_S -= unit_of(low_S, fine, apart, NEAR, FAR)
+    return units_S
+
+
+@triton.jit
+def units_of(tiles_S, low_S, last_S, workers, most, window, NEAR: tl.constexpr, FAR: tl.constexpr):
     """Return the fastest division into units that can all be stored, as ``unit_of`` takes it. Storing and merging a
     unit takes as long as two splits of ``NEAR``."""
-    near_S = unit_of(last_S, True, True, NEAR, FAR) - unit_of(low_S, True, True, NEAR, FAR)
-    far_S = unit_of(last_S, False, True, NEAR, FAR) - unit_of(low_S, False, True, NEAR, FAR)
-    near, far = tl.sum(tiles_S * (near_S + 1), 0), tl.sum(tiles_S * (far_S + 1), 0)
-    longest = tl.max(tl.where(tiles_S > 0, last_S + 1 - low_S, 0), 0)
+    near = tl.sum(tiles_S * units_between(low_S, last_S, True, True, window, NEAR, FAR), 0)
+    far = tl.sum(tiles_S * units_between(low_S, last_S, False, True, window, NEAR, FAR), 0)
+    length_S = last_S + 1
+    if window is not None:
+        length_S -= low_S
+    longest = tl.max(tl.where(tiles_S > 0, length_S, 0), 0)
     fine = near <= tl.minimum(workers, most)
     whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * (longest + 2 * NEAR)
     shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + 2 * NEAR) < whole
