@@ -38,12 +38,12 @@ from specserve import LLM
 from specserve.engine.memory import return_memory
 from specserve.layers.decoder import LayerConfig
 from specserve.methods import METHOD_NAMES, METHODS, DraftSettings, Method, register
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, building, file_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.draft.block import BlockConfig, BlockHead
 from specserve.models.draft.block_source import default_ids
 from specserve.models.draft.medusa import MedusaHeads
-from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.speculation.context import Context, View
 from specserve.speculation.sampler import Sampling
@@ -84,13 +84,13 @@ def make(path: Path, shape: Sizes, small: Sizes, dtype: torch.dtype) -> None:
             write(scramble(filled), config, path / name)
 
 
-def empty(config: ModelConfig) -> LlamaModel:
+def empty(config: ModelConfig) -> TargetModel:
     """A model without data."""
     with building(torch.bfloat16, torch.device("meta")):
-        return LlamaModel(config, 1)
+        return TargetModel(config, 1)
 
 
-def block(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
+def block(target: TargetModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
     hidden, layers = target.config.hidden_size, target.config.num_layers
     config = BlockConfig(
         layer=dataclasses.replace(target.config.draft_layer, qk_norm=True),
@@ -111,7 +111,7 @@ def block(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]
     return tensors_of(head), block_config(config, target.config, dtype)
 
 
-def medusa(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
+def medusa(target: TargetModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
     """Under the authors' names: head i has its block, then its scores."""
     rows = target.config.vocab_size
     with building(dtype, torch.device("meta")):
@@ -124,7 +124,7 @@ def medusa(target: LlamaModel, dtype: torch.dtype) -> tuple[Named, dict[str, Any
     return ((named(n), t) for n, t in tensors_of(heads)), {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
 
 
-def standalone(target: LlamaModel, small: Sizes, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
+def standalone(target: TargetModel, small: Sizes, dtype: torch.dtype) -> tuple[Named, dict[str, Any]]:
     eps = target.config.draft_layer.rms_norm_eps
     layer = LayerConfig(
         small.hidden, small.inner, small.heads, small.kv_heads, small.head_dim, eps, input_size=small.hidden
@@ -154,7 +154,7 @@ class FreeDrafter(CopyDrafter):
         return Pool.of_text(token_BS, score_BS)
 
 
-def load_free(_: DraftSettings, target: LlamaModel) -> FreeDrafter:
+def load_free(_: DraftSettings, target: TargetModel) -> FreeDrafter:
     return FreeDrafter(target.config.vocab_size)
 
 

@@ -16,7 +16,7 @@ from specserve.config.settings import FP8_KV
 from specserve.core import SamplingParams
 from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
-from specserve.layers.batch import AttentionInputs
+from specserve.layers.batch import GroupedQuery
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.linear import (
     FEW_CONVERTED,
@@ -182,8 +182,8 @@ def integer_head(device: str, kind: type[LayerHead], hidden: int, **choices: Any
     return head
 
 
-def mixed(inputs: AttentionInputs) -> Tensor:
-    return inputs.qkv_TND[:, :2].flatten(1)
+def mixed(ask: GroupedQuery) -> Tensor:
+    return ask.qkv_TND[:, :2].flatten(1)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -60,7 +60,10 @@ def test_it_follows_what_rounds(config: EngineConfig) -> None:
 
 def test_it_follows_the_configuration(config: EngineConfig) -> None:
     rope = replace(config.model.rope, theta=config.model.rope.theta + 1)
-    for changed in ({"model": replace(config.model, rope=rope)}, {"request_defaults": {"temperature": 0.6}}):
+    for changed in (
+        {"model": replace(config.model, ropes=(rope,))},
+        {"request_defaults": {"temperature": 0.6}},
+    ):
         assert fingerprint(model(), replace(config, **changed)) != fingerprint(model(), config)
 
 

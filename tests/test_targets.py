@@ -14,21 +14,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from specserve_kernels import apply_rotary
+from torch import Tensor, nn
 
 import specserve.engine.runner
 from benchmarks.configurations import CHOICES, SAMPLING
 from benchmarks.lossless import Models, make_items, run_matrix
 from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
-from specserve.config import make_settings, resolve
-from specserve.layers.batch import AttentionInputs, TokenBatch
+from specserve.layers.batch import GroupedQuery, TokenBatch
 from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
-from specserve.models.registry import ARCHITECTURES
 from specserve.models.special_tokens import special_tokens
-from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, make_scheduler
 from tests.reference import llama
 from tests.reference.doubles import float32_means_float64
@@ -37,11 +35,13 @@ from tests.reference.models import (
     LLAMA3_ROPE,
     YARN_ROPE,
     load_checkpoint,
+    make_gemma3,
     make_llama,
     make_mimo,
     make_mistral,
     make_qwen2,
     make_qwen3,
+    save_checkpoint,
 )
 
 CPU = torch.device("cpu")
@@ -57,13 +57,22 @@ def make_scaled(path: Path, *, added: dict[str, Any], family: str = "Qwen3", **o
     return path
 
 
+def make_windows(path: Path, types: list[str], **options: Any) -> Path:
+    layer_types = [f"{kind}_attention" for kind in types]
+    window = {"sliding_window": 12, "use_sliding_window": True, "layer_types": layer_types}
+    change_config(make_qwen3(path, **options), **window)
+    return path
+
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BESIDE_VISION = "Gemma3ForConditionalGeneration"
 MAKERS: dict[str, Make] = {
     "LlamaForCausalLM": make_llama,
     "MistralForCausalLM": make_mistral,
     "Qwen2ForCausalLM": make_qwen2,
     "Qwen3ForCausalLM": make_qwen3,
     "MiMoForCausalLM": make_mimo,
+    "Gemma3ForCausalLM": make_gemma3,
 }
 TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
     "vicuna": (make_llama, {"kv_heads": 4, "eps": 1e-6, "old_config": True}),
@@ -73,7 +82,7 @@ TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama with biases": (make_llama, {"bias": True, "mlp_bias": True}),
     "llama, yarn": (make_llama, {"rope_scaling": YARN_ROPE}),
     "mistral": (make_mistral, {"rope_theta": 1e6, "head_dim": 16}),
-    "mistral with a window": (make_mistral, {"sliding_window": 80}),
+    "mistral with a window": (make_mistral, {"sliding_window": 12}),
     "qwen2": (make_qwen2, {"eps": 1e-6, "rope_theta": 1e6, "kv_heads": 1}),
     "qwen2, tied": (make_qwen2, {"tied": True, "old_config": True}),
     "qwen2.5, yarn": (make_qwen2, {"rope_scaling": YARN_ROPE, "old_config": True}),
@@ -82,6 +91,9 @@ TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
     "qwen3 with biases": (make_qwen3, {"bias": True}),
     "qwen3, yarn": (make_qwen3, {"rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}}),
     "mimo": (make_mimo, {"rope_theta": 640000.0}),
+    "gemma 3": (make_gemma3, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "heads": 8}),
+    "gemma 3 with a wide window": (make_gemma3, {"sliding_window": 33, "head_dim": 16, "tied": False}),
+    "qwen3 with windows": (make_windows, {"types": ["full", "sliding", "sliding"]}),
     "qwen3, yarn next to rope_parameters": (make_scaled, {"added": YARN_ROPE}),
     "llama, linear next to rope_parameters": (
         make_scaled,
@@ -141,14 +153,44 @@ def recorded_logits() -> Iterator[list[Tensor]]:
 def our_logits(path: Path, dtype: torch.dtype) -> Tensor:
     """Of ``TOKENS`` in one pass of the model by itself."""
     model = load_target(path, dtype, CPU, max_positions=len(TOKENS))
-    packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
     with torch.no_grad():
-        hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing)))
+        hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), attend_all))
         return model.logits(hidden)
 
 
-def test_every_architecture_has_a_maker() -> None:
-    assert list(MAKERS) == list(ARCHITECTURES)
+def attend_all(ask: GroupedQuery) -> Tensor:
+    heads, length = ask.num_kv_heads, len(ask.qkv_TND)
+    qk_NTD, v_NTD = ask.qkv_TND.transpose(0, 1).split([ask.qkv_TND.shape[1] - heads, heads])
+    qk_NTD = apply_rotary(qk_NTD.transpose(0, 1), ask.rope.table_P2D[ask.rope.position_T]).transpose(0, 1)
+    q_NTD, k_NTD = qk_NTD.split([len(qk_NTD) - heads, heads])
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if ask.softmax.window is not None:
+        seen &= torch.ones(length, length, dtype=torch.bool).triu(1 - ask.softmax.window)
+    how: dict[str, Any] = {"attn_mask": seen, "scale": ask.softmax.scale, "enable_gqa": True}
+    out_NTD = nn.functional.scaled_dot_product_attention(q_NTD, k_NTD, v_NTD, **how)
+    return out_NTD.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_vision_language_file(
+    prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_gemma3(tmp_path / "text", tied=False, eos=3)
+    state, text = load_checkpoint(path)
+    state = {name.replace("model.", prefix, 1): tensor for name, tensor in state.items()}
+    state["language_model.lm_head.weight"] = state.pop(HEAD)
+    seen = ("vision_tower.vision_model.head.weight", "multi_modal_projector.norm.weight")
+    state |= {name: torch.zeros(2) for name in seen}
+    architectures = text.pop("architectures")
+    config = {"architectures": [BESIDE_VISION], "text_config": text, "eos_token_id": 3, "vision_config": {}}
+    both = save_checkpoint(tmp_path / "both", state, config, safetensors=True)
+    with caplog.at_level(logging.INFO):
+        found = our_logits(both, torch.float64)
+    assert torch.equal(found, our_logits(path, torch.float64))
+    assert "no parameter reads" not in caplog.text
+    assert "the text part alone: left out 2 tensors of multi_modal_projector, vision_tower" in caplog.text
+    assert load_model_config(both).eos_token_ids == (3,)
+    assert architectures == ["Gemma3ForCausalLM"]
 
 
 def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
@@ -510,13 +552,21 @@ def test_the_dtype_that_a_config_names(fields: dict[str, Any], expected: str | N
     assert load_model_config(path).dtype == expected
 
 
-WINDOWS: list[tuple[Make, dict[str, Any], int | None]] = [
-    (make_mistral, {"sliding_window": 100}, 100),
-    (make_mistral, {"sliding_window": None}, None),
-    (make_llama, {"sliding_window": 100}, None),
-    (make_qwen2, {"sliding_window": 100, "use_sliding_window": False}, None),
-    (make_qwen2, {"sliding_window": 100, "use_sliding_window": True, "layer_types": None}, None),
-    (make_qwen3, {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, None),
+WINDOWS: list[tuple[Make, dict[str, Any], list[bool]]] = [
+    (make_mistral, {"sliding_window": 100}, [True, True, True]),
+    (make_mistral, {"sliding_window": None}, [False, False, False]),
+    (make_llama, {"sliding_window": 100}, [False, False, False]),
+    (make_qwen2, {"sliding_window": 100, "use_sliding_window": False}, [False, False, False]),
+    (
+        make_qwen2,
+        {"sliding_window": 100, "use_sliding_window": True, "layer_types": None},
+        [False, False, False],
+    ),
+    (
+        make_qwen3,
+        {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1},
+        [False, False, False],
+    ),
     (
         make_qwen3,
         {
@@ -525,42 +575,34 @@ WINDOWS: list[tuple[Make, dict[str, Any], int | None]] = [
             "max_window_layers": 1,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
-        100,
+        [False, True, True],
     ),
     (
         make_mimo,
         {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2},
-        100,
+        [False, False, True],
     ),
     (
         make_mimo,
         {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 3},
-        None,
+        [False, False, False],
+    ),
+    (
+        make_gemma3,
+        {"layer_types": None, "sliding_window": 100, "sliding_window_pattern": 2},
+        [True, False, True],
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "fields", "window"), WINDOWS)
-def test_when_a_window_is_in_use(
-    make: Make, fields: dict[str, Any], window: int | None, tmp_path: Path
+@pytest.mark.parametrize(("make", "fields", "windowed"), WINDOWS)
+def test_which_layers_have_the_window(
+    make: Make, fields: dict[str, Any], windowed: list[bool], tmp_path: Path
 ) -> None:
     path = make(tmp_path)
     change_config(path, **fields)
-    assert load_model_config(path).sliding_window == window
-
-
-def test_a_context_is_no_longer_than_the_window(tmp_path: Path) -> None:
-    config = load_model_config(make_mistral(tmp_path, sliding_window=80))
-    given = {"model_path": str(tmp_path), "device": "cpu"}
-    settings, notes = resolve(make_settings(**given), config)
-    assert settings.context_length == 80
-    assert "context_length = 80: the model's sliding_window" in notes
-    settings, _ = resolve(make_settings(**given, context_length=40), config)
-    assert settings.context_length == 40
-    with pytest.raises(ValueError, match="--context-length: the model's sliding_window is 80, found 81"):
-        resolve(make_settings(**given, context_length=81), config)
-    settings, notes = resolve(make_settings(**given), load_model_config(make_mistral(tmp_path / "wide")))
-    assert "context_length = 512: the model's max_position_embeddings" in notes
+    windows = [layer.softmax.window for layer in load_model_config(path).layers]
+    assert windows == [100 if each else None for each in windowed]
 
 
 def test_only_llama_is_saved(tmp_path: Path) -> None:
@@ -574,12 +616,12 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
     attention = model.layers[1].self_attn
     seen: list[Tensor] = []
 
-    def attend(inputs: AttentionInputs) -> Tensor:
-        seen.append(inputs.qkv_TND)
-        return inputs.qkv_TND[:, :-4].flatten(1)
+    def attend(ask: GroupedQuery) -> Tensor:
+        seen.append(ask.qkv_TND)
+        return ask.qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
-    attention(x_TH, x_TH, Rope(model.rope_P2D, torch.arange(5)), attend)
+    attention(x_TH, x_TH, Rope(model.rope0_P2D, torch.arange(5)), attend)
     torch.testing.assert_close(attention.project_kv(x_TH), seen[0][:, -4:], rtol=0, atol=1e-12)
 
 

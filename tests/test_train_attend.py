@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
 
-from specserve.layers.batch import AttentionInputs, TokenBatch
+from specserve.layers.batch import GroupedQuery, TokenBatch
+from specserve.models.checkpoint import load_target
 from specserve.models.draft.head import LayerHead
-from specserve.tools.train.attend import CausalAttend, TestTimeAttend
+from specserve.tools.train.attend import CausalAttend, Packing, TestTimeAttend
 from specserve.tools.train.eagle import make_eagle, make_eagle3
 from specserve.tools.train.heads import HeadOptions
 from specserve.tools.train.packed_attention import (
@@ -22,6 +24,8 @@ from specserve.tools.train.packed_attention import (
     packed_attention,
 )
 from specserve.tools.train.trainer import Windows
+from tests.reference import llama
+from tests.reference.models import load_checkpoint, make_gemma3
 from tests.train_models import tiny_batch, tiny_target
 
 LEVELS = 4
@@ -35,8 +39,8 @@ class CacheAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        qkv_TND, num_kv_heads, rope = inputs.qkv_TND, inputs.num_kv_heads, inputs.rope
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        qkv_TND, num_kv_heads, rope = ask.qkv_TND, ask.num_kv_heads, ask.rope
         qk, values = qkv_TND[:, :-num_kv_heads], qkv_TND[:, -num_kv_heads:]
         qk = apply_rotary(qk, rope.table_P2D[rope.position_T])
         outs = []
@@ -109,9 +113,26 @@ def test_causal_attend_of_packed_documents_equals_each_alone() -> None:
         torch.testing.assert_close(tapped[0][begin:end], taps[0], **CLOSE)
 
 
+def test_a_target_with_windows_and_its_own_scale(tmp_path: Path) -> None:
+    """Rows may be as long as the window."""
+    path = make_gemma3(tmp_path, sliding_window=12)
+    model = load_target(path, torch.float64, torch.device("cpu"), 13)
+    tokens = torch.arange(13)
+
+    def states(length: int) -> Tensor:
+        packing = Packing(torch.tensor([0, length], dtype=torch.int32), length, flash=False)
+        batch = TokenBatch(tokens[:length], torch.arange(length), CausalAttend(packing))
+        return model(batch)[0]
+
+    expected = llama.forward(*load_checkpoint(path), range(12)).hidden
+    torch.testing.assert_close(states(12), expected, **CLOSE)
+    with pytest.raises(ValueError, match="--max-length: at most 12, the target's window, found 13"):
+        states(13)
+
+
 def _layered() -> object:
     caches = [CacheAttend() for _ in range(4)]
-    return lambda inputs: caches[inputs.layer](inputs)
+    return lambda ask: caches[ask.layer](ask)
 
 
 def test_packed_attention_gradients() -> None:

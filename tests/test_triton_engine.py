@@ -4,6 +4,7 @@ kernel reads too early."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +24,10 @@ from specserve.attention.triton import TritonAttention
 from specserve.core import SamplingParams
 from specserve.methods import Lookahead
 from specserve.speculation.sampler import TritonSampling
-from tests.engines import Answer, Checkpoints, answer_all
+from tests.engines import Answer, Checkpoints, answer_all, make_scheduler
 from tests.launches import followed
+from tests.reference.draft_models import make_eagle3
+from tests.reference.models import make_gemma3
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
@@ -138,3 +141,27 @@ def test_gives_the_texts_of_torch(
     assert ("_scan", "_finish") in launches.pairs
     # Drafters that score all levels at once: in chains the sampler comes right after the level's tokens are written.
     assert (("_grow_kernel", "_scan") in launches.pairs) == algorithm.startswith("MEDUSA")
+
+
+def test_windows(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of prompts before and after the end of one, in chunks; norms with wide weights and GELU on the way."""
+    target = make_gemma3(
+        tmp_path / "target", hidden=64, head_dim=32, heads=2, kv_heads=1, sliding_window=80, branch_scale=0.04
+    )
+    settings = {
+        "dtype": "float32",
+        "chunked_prefill_size": 64,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(make_eagle3(tmp_path / "draft", target)),
+        **dict(zip(SHAPE_NAMES, (3, 2, 6), strict=True)),
+    }
+    prompts = [[(7 * i * i + 3 * i) % 64 for i in range(length)] for length in (70, 100)]
+    work = [(prompt, params) for prompt, params in zip(prompts, PARAMS[:2], strict=True)]
+    expected = answer_all(make_scheduler(target, **settings), work)
+    request.getfixturevalue("on_triton")
+    found = answer_all(make_scheduler(target, **settings), work)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert all(each.usage.drafted for each in found)
+
+
+SHAPE_NAMES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")

@@ -20,8 +20,8 @@ from specserve.layers.batch import TokenBatch
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.layers.linear import Linear
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
-from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import Checkpoints, answer_all, held_as_on_a_gpu, make_scheduler
@@ -63,7 +63,7 @@ def held(request: pytest.FixtureRequest) -> Any:
         yield request.param
 
 
-def logits_of(model: LlamaModel) -> Tensor:
+def logits_of(model: TargetModel) -> Tensor:
     packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
     with torch.no_grad():
         hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing)))
@@ -77,7 +77,7 @@ def tolerance(state: Iterable[str], held: bool) -> float:
     return 2e-2 if rounded else 5e-3 if held else 1e-4
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
     return load_target(path, dtype, CPU, len(TOKENS))
 
 

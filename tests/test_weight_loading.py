@@ -19,8 +19,8 @@ from specserve.config import Settings, make_settings
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.models import checkpoint
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
-from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
@@ -72,7 +72,7 @@ def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda each: each.to(dtype)
 
 
-def held_by(model: LlamaModel) -> dict[str, Any]:
+def held_by(model: TargetModel) -> dict[str, Any]:
     """What decides about kernels: a model's modules, and the shapes and dtypes of what they hold."""
     return {
         name: (

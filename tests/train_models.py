@@ -30,7 +30,7 @@ def tiny_config(tied: bool = False, vocab: int = VOCAB) -> ModelConfig:
         architecture="LlamaForCausalLM",
         vocab_size=vocab,
         layers=(layer,) * 4,
-        rope=RopeConfig(),
+        ropes=(RopeConfig(),),
         tie_word_embeddings=tied,
         max_position_embeddings=128,
         eos_token_ids=(1,),

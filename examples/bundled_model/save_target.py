@@ -12,7 +12,7 @@ from safetensors.torch import save
 from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import file_tensors
 from specserve.models.config import ModelConfig
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 
 
 def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def save_target(model: LlamaModel, config: ModelConfig, path: Path, dtype: torch.dtype) -> None:
+def save_target(model: TargetModel, config: ModelConfig, path: Path, dtype: torch.dtype) -> None:
     """Writes ``config.json`` and one ``model.safetensors`` with Hugging Face's names."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {

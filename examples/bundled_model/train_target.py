@@ -57,7 +57,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         architecture="LlamaForCausalLM",
         vocab_size=args.vocab_size,
         layers=(layer,) * args.layers,
-        rope=RopeConfig(theta=10000.0),
+        ropes=(RopeConfig(theta=10000.0),),
         tie_word_embeddings=False,
         max_position_embeddings=4096,
         eos_token_ids=(EOS,),

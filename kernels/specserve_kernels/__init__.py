@@ -71,6 +71,7 @@ round_inputs = dispatched(_quantize.round_inputs)
 rotary_store_kv = dispatched(rotary.rotary_store_kv)
 select_tree = dispatched(select.select_tree)
 silu_and_mul = dispatched(activation.silu_and_mul)
+gelu_and_mul = dispatched(activation.gelu_and_mul)
 single_nodes = dispatched(select.single_nodes)
 
 __all__ = [
@@ -109,6 +110,7 @@ __all__ = [
     "follow_prediction",
     "gate_rounded",
     "gather_slots",
+    "gelu_and_mul",
     "group_bias",
     "grow_level",
     "gumbel_noise",

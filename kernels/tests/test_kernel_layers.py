@@ -9,6 +9,7 @@ import torch
 from specserve_kernels import (
     add_rms_norm,
     apply_rotary,
+    gelu_and_mul,
     rms_norm,
     rotary_store_kv,
     rotary_table,
@@ -50,6 +51,20 @@ def test_silu_and_mul() -> None:
         for rows in zip(gate.tolist(), up.tolist(), strict=True)
     ]
     found = silu_and_mul(torch.cat([gate, up], dim=1))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
+
+
+def test_gelu_and_mul() -> None:
+    gate, up = draws(5, 6, seed=1), draws(5, 6, seed=2)
+
+    def gelu(g: float) -> float:
+        return g / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+
+    expected = [
+        [gelu(g) * u for g, u in zip(*rows, strict=True)]
+        for rows in zip(gate.tolist(), up.tolist(), strict=True)
+    ]
+    found = gelu_and_mul(torch.cat([gate, up], dim=1))
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
 
 

@@ -18,6 +18,8 @@ from specserve_kernels.reference.linear import linear as reference_linear
 from specserve_kernels.types import KVScales
 from torch import Tensor
 
+from tests.reference import llama
+
 GPU = torch.cuda.is_available()
 
 # Three roundings apart at most; where the sum is ordered otherwise, the last digit of float32.
@@ -77,19 +79,33 @@ def test_row_does_not_depend_on_the_batch(draw) -> None:
         assert torch.equal(alone[0], out[t])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_norms_with_a_wide_weight(draw, dtype: torch.dtype) -> None:
+    """Rounded once, after the product with the weight."""
+    x, weight = draw(7, 100).to(dtype), draw(100).float()
+    expected = (llama.rms_norm(x.double(), weight.double(), 1e-5)).to(dtype)
+    for found in (norm.rms_norm(x, weight, 1e-5), reference_norm.rms_norm(x, weight, 1e-5)):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, atol=0, rtol=2e-3 if dtype == torch.float16 else 1e-5)
+    if dtype == torch.float16:
+        assert (norm.rms_norm(x, weight, 1e-5) == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 1408), (3, 24), (4, 1025), (2, 1), (0, 8)])
-def test_silu_and_mul(draw, tokens: int, inner: int) -> None:
-    gate_up = 4 * draw(tokens, 2 * inner)
-    expected = reference_activation.silu_and_mul(gate_up)
-    assert_close(activation.silu_and_mul(gate_up), expected)
+def test_gates(draw, tokens: int, inner: int, name: str) -> None:
+    gate_up, found = 4 * draw(tokens, 2 * inner), getattr(activation, name)
+    expected = getattr(reference_activation, name)(gate_up)
+    assert_close(found(gate_up), expected)
     strided = torch.cat([gate_up, gate_up], dim=1)[:, : 2 * inner]
-    assert_close(activation.silu_and_mul(strided), expected)
+    assert_close(found(strided), expected)
 
 
-def test_silu_of_large_gates(draw) -> None:
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+def test_large_gates(draw, name: str) -> None:
     gate_up = draw(1, 8)
     gate_up[0] = torch.tensor([-80.0, -20.0, 80.0, 20.0, 3.0, 3.0, 3.0, 3.0])
-    assert_close(activation.silu_and_mul(gate_up), reference_activation.silu_and_mul(gate_up))
+    assert_close(getattr(activation, name)(gate_up), getattr(reference_activation, name)(gate_up))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

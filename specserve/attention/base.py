@@ -15,6 +15,7 @@ from specserve_kernels import KVScales
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
+from specserve.layers.batch import Softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Plan(Protocol):
     def reads_own(self) -> bool: ...
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
     ) -> Tensor:
         """Return the outputs ``[T, N, D]``. ``cache``: one layer of the pool, with ``scales`` in FP8. ``kv_TND``: the
         tokens' own keys and then values, as the cache holds them."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from specserve.attention.base import Chunks, Frontier, Nodes, Plan
 from specserve.attention.triton import TritonAttention
 from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.batch import Softmax
 
 _WORKSPACE_BYTES = 256 * 2**20
 _KEPT_PLANS = 16
@@ -37,19 +38,21 @@ class _Prefill:
     page_size: int
     workspace: Tensor
     alive: deque[Any]
-    wrappers: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+    wrappers: dict[tuple[int, int, int, float | None], Any] = field(default_factory=dict)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
     ) -> Tensor:
-        geometry = q_TND.shape[1], cache.shape[3], cache.shape[4]
+        geometry = q_TND.shape[1], cache.shape[3], cache.shape[4], softmax.scale
         if geometry not in self.wrappers:
             self.wrappers[geometry] = self._plan(*geometry, q_TND.dtype)
             self.alive.append(self.wrappers[geometry])
         out: Tensor = self.wrappers[geometry].run(q_TND.contiguous(), cache)
         return out
 
-    def _plan(self, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> Any:
+    def _plan(
+        self, heads: int, kv_heads: int, head_size: int, scale: float | None, dtype: torch.dtype
+    ) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         ends = [start + count for start, count in self.spans]
@@ -67,6 +70,7 @@ class _Prefill:
             head_size,
             self.page_size,
             causal=True,
+            sm_scale=scale,
             q_data_type=dtype,
         )
         return wrapper
@@ -94,6 +98,8 @@ class FlashInferAttention:
         reasons = self._triton.unsupported(spec, page_size)
         if isinstance(spec, HeadKV) and spec.head_dim not in _HEAD_SIZES:
             reasons.append(f"head size {spec.head_dim}: FlashInfer has {_HEAD_SIZES}")
+        if isinstance(spec, HeadKV) and spec.window is not None:
+            reasons.append("sliding windows are not passed to FlashInfer")
         if self.dtype not in _DTYPES:
             reasons.append(f"dtype {self.dtype}: FlashInfer has bfloat16 and float16")
         return reasons

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specserve.attention.base import Plan
 from specserve.kv.pool import KVPool
-from specserve.layers.batch import AttentionInputs
+from specserve.layers.batch import GroupedQuery
 from specserve.layers.rotary import Rope
 
 
@@ -24,15 +24,15 @@ class PagedAttend:
     offset_T: Tensor
     first_layer: int = 0
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        qkv_TND, heads = inputs.qkv_TND, inputs.num_kv_heads
-        layer, own = self.first_layer + inputs.layer, self.plan.reads_own
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
+        layer, own = self.first_layer + ask.layer, self.plan.reads_own
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
         q_TND = rotary_store_kv(
-            qkv_TND, *inputs.rope, heads, cache, self.page_T, self.offset_T, keys=own, scales=scales
+            qkv_TND, *ask.rope, heads, cache, self.page_T, self.offset_T, keys=own, scales=scales
         )
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
-        return self.plan.run(q_TND, cache, kv_TND, scales).flatten(1)
+        return self.plan.run(q_TND, cache, ask.softmax, kv_TND, scales).flatten(1)
 
 
 def store_projected(

@@ -5,6 +5,7 @@ Shapes as in ``base``; L = positions of the gathered pages, N = queries a reques
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
 from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.batch import Softmax
 
 LANES = 16
 """A CPU adds up scores this many at a time, or half as many, and those left over one by one: whatever else a launch
@@ -22,26 +24,29 @@ reads, none may be left over, or a request's sums would depend on it."""
 
 @dataclass(slots=True)
 class _Plan:
-    """``gather_BN``: packed index of each padded query; ``scatter_T``: padded index of each packed query (None:
-    equal)."""
+    """``visible`` returns what queries see within a window, ``[B, N, L]``. ``gather_BN``: packed index of each padded
+    query; ``scatter_T``: padded index of each packed query (None: equal)."""
 
     pages_BM: Tensor
-    bias_BNL: Tensor
-    gather_BN: Tensor | None
-    scatter_T: Tensor | None
+    queries: int
+    visible: Callable[[int | None], Tensor]
+    gather_BN: Tensor | None = None
+    scatter_T: Tensor | None = None
     reads_own: ClassVar = False
-    grouped: dict[int, Tensor] = field(default_factory=dict)  # the bias by group size, for all layers of one
+    # the bias of all layers with one window and group size
+    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
     ) -> Tensor:
-        batch, queries, _ = self.bias_BNL.shape
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
+        q_BNHD = q.reshape(len(self.pages_BM), self.queries, *q_TND.shape[1:])
         group = q_TND.shape[1] // cache.shape[3]
-        if group not in self.grouped:
-            self.grouped[group] = group_bias(self.bias_BNL, group)
-        q_BNHD = q.reshape(batch, queries, *q_TND.shape[1:])
-        out = paged_attention(q_BNHD, cache, self.pages_BM, self.grouped[group], scales).flatten(0, 1)
+        key = softmax.window, group
+        if key not in self.biases:
+            self.biases[key] = group_bias(visible_to_bias(self.visible(softmax.window), q_TND.dtype), group)
+        out = paged_attention(q_BNHD, cache, self.pages_BM, self.biases[key], scales, softmax.scale)
+        out = out.flatten(0, 1)
         return out if self.scatter_T is None else out[self.scatter_T]
 
 
@@ -66,8 +71,14 @@ class TorchAttention:
                 chunks.q_start, chunks.slot_T, chunks.max_tokens, len(chunks.slot_T)
             )
             positions_BN = chunks.positions_T[gather_BN]
-        visible_BNL = _from(chunks.kv_start, position_L, position_L <= positions_BN[..., None])
-        return _Plan(pages_BM, visible_to_bias(visible_BNL, self.dtype), gather_BN, scatter_T)
+
+        def visible(window: int | None) -> Tensor:
+            visible_BNL = position_L <= positions_BN[..., None]
+            if window is not None:
+                visible_BNL &= position_L > positions_BN[..., None] - window
+            return _from(chunks.kv_start, position_L, visible_BNL)
+
+        return _Plan(pages_BM, positions_BN.shape[1], visible, gather_BN, scatter_T)
 
     def plan_verify(self, nodes: Nodes) -> _Plan:
         pages_BM, position_L = self._columns(nodes.pages_BM, nodes.max_kv)
@@ -78,18 +89,31 @@ class TorchAttention:
         else:
             gather_BN, scatter_T = _padding(nodes.q_start, nodes.slot_T, nodes.max_nodes, total)
             mask_BN = nodes.mask_T[gather_BN]
-        offset_B1L = position_L - nodes.length_B[:, None, None]
-        ancestor_BNL = (mask_BN[..., None] >> offset_B1L.clamp(0, 63)) & 1 > 0
-        visible_BNL = (offset_B1L < 0) | (ancestor_BNL & (offset_B1L < 64))
-        visible_BNL = _from(nodes.kv_start, position_L, visible_BNL)
-        return _Plan(pages_BM, visible_to_bias(visible_BNL, self.dtype), gather_BN, scatter_T)
+
+        def visible(window: int | None) -> Tensor:
+            offset_B1L = position_L - nodes.length_B[:, None, None]
+            ancestor_BNL = (mask_BN[..., None] >> offset_B1L.clamp(0, 63)) & 1 > 0
+            visible_BNL = (offset_B1L < 0) | (ancestor_BNL & (offset_B1L < 64))
+            if window is not None:
+                depth_BN1, depth_B1L = _depths(mask_BN, offset_B1L)
+                visible_BNL &= depth_B1L > depth_BN1 - window
+            return _from(nodes.kv_start, position_L, visible_BNL)
+
+        return _Plan(pages_BM, mask_BN.shape[1], visible, gather_BN, scatter_T)
 
     def plan_draft(self, frontier: Frontier) -> _Plan:
         pages_BM, position_L = self._columns(frontier.pages_BM, frontier.max_kv)
-        queries = frontier.scratch_BKA.shape[1]
-        visible_B1L = (position_L >= frontier.kv_start) & (position_L < frontier.prefix_B[:, None, None])
-        visible_BKL = visible_B1L.repeat(1, queries, 1).scatter_(2, frontier.scratch_BKA, True)
-        return _Plan(pages_BM, visible_to_bias(visible_BKL, self.dtype), None, None)
+        queries, entries = frontier.scratch_BKA.shape[1:]
+
+        def visible(window: int | None) -> Tensor:
+            prefix_B11, scratch_BKA = frontier.prefix_B[:, None, None], frontier.scratch_BKA
+            visible_B1L = (position_L >= frontier.kv_start) & (position_L < prefix_B11)
+            if window is not None:
+                visible_B1L &= position_L >= prefix_B11 + entries - window
+                scratch_BKA = scratch_BKA[..., max(entries - window, 0) :]
+            return visible_B1L.repeat(1, queries, 1).scatter_(2, scratch_BKA, True)
+
+        return _Plan(pages_BM, queries, visible)
 
     def _columns(self, pages_BM: Tensor, max_kv: int) -> tuple[Tensor, Tensor]:
         """Return the part of the page table in use, and the positions that it covers: a multiple of ``LANES``."""
@@ -105,6 +129,14 @@ def _from(kv_start: int, position_L: Tensor, visible_BNL: Tensor) -> Tensor:
         return visible_BNL
     visible_BNL = visible_BNL & (position_L >= kv_start)
     return visible_BNL | ~visible_BNL.any(-1, keepdim=True)
+
+
+def _depths(mask_BN: Tensor, offset_B1L: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many tokens after the root each node stands, and each of the cache's positions, which lie ``offset``
+    behind it."""
+    depth_BN = (mask_BN[..., None] >> torch.arange(64, device=mask_BN.device) & 1).sum(-1) - 1
+    of_node_B1L = depth_BN[:, None].gather(2, offset_B1L.clamp(0, mask_BN.shape[1] - 1))
+    return depth_BN[..., None], torch.where(offset_B1L < 0, offset_B1L, of_node_B1L)
 
 
 def _padding(q_start: Tensor, slot_T: Tensor, width: int, total: int) -> tuple[Tensor, Tensor]:

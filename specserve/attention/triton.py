@@ -13,6 +13,7 @@ import torch
 from specserve_kernels import KVScales
 from specserve_kernels.ops.attention.attention import (
     HEAD_DIMS,
+    LEAST_WINDOW,
     Workspace,
     attend_frontier,
     attend_nodes,
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
 from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.batch import Softmax
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_PAGE = 256
@@ -35,11 +37,12 @@ class _Prefill:
     reads_own: ClassVar = True
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
     ) -> Tensor:
         c = self.chunks
         where = c.pages_BM, c.q_start, c.positions_T, c.max_tokens
-        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start)
+        how = softmax.scale, softmax.window
+        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,12 @@ class _Verify:
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
     ) -> Tensor:
         n = self.nodes
-        tree = n.q_start, self.paths, n.max_nodes
-        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace, scales, n.kv_start)
+        tree, how = (n.q_start, self.paths, n.max_nodes), (softmax.scale, softmax.window)
+        where = n.pages_BM, n.length_B, *tree
+        return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,11 @@ class _Draft:
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
     ) -> Tensor:
         f = self.frontier
-        return attend_frontier(
-            q_TND, cache, f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA, self.workspace, scales
-        )
+        where, how = (f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA), (softmax.scale, softmax.window)
+        return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how)
 
 
 class TritonAttention:
@@ -87,8 +90,11 @@ class TritonAttention:
             reasons.append(f"it computes in float16, bfloat16 or float32, not {self.dtype}")
         if not isinstance(spec, HeadKV):
             reasons.append(f"it reads keys and values by head, not {spec}")
-        elif spec.head_dim not in HEAD_DIMS:
-            reasons.append(f"the head size must be one of {HEAD_DIMS}, not {spec.head_dim}")
+        else:
+            if spec.head_dim not in HEAD_DIMS:
+                reasons.append(f"the head size must be one of {HEAD_DIMS}, not {spec.head_dim}")
+            if spec.window is not None and spec.window < LEAST_WINDOW:
+                reasons.append(f"windows must have at least {LEAST_WINDOW} tokens, not {spec.window}")
         if page_size.bit_count() != 1 or page_size > _MAX_PAGE:
             reasons.append(f"the page size must be a power of two up to {_MAX_PAGE}, not {page_size}")
         return reasons

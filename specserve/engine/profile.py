@@ -1,4 +1,5 @@
-"""Measure the cost of steps at start, on padding rows, whose cache belongs to no request."""
+"""Time work on the device, and measure the cost of steps at start, on padding rows, whose cache belongs to no
+request."""
 
 from __future__ import annotations
 
@@ -28,6 +29,35 @@ each by itself; what is not measured is estimated, and the controller corrects i
 _COPY_BYTES = 256 * 2**20
 
 Candidates = Callable[[int], Sequence[StepShape]]
+
+
+class Stopwatch:
+    """Times the work queued between construction and ``stop``, on the device's own clock if it has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        self._begin = self._end = time.perf_counter()
+        if self._events is not None:
+            self._events[0].record()
+
+    def stop(self) -> Stopwatch:
+        self._end = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+        return self
+
+    @property
+    def seconds(self) -> float:
+        if self._events is None:
+            return self._end - self._begin
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+    def since(self, earlier: Stopwatch) -> float:
+        """Return the seconds from the end of an earlier one to the begin of this one."""
+        if self._events is None or earlier._events is None:
+            return self._begin - earlier._end
+        return float(earlier._events[1].elapsed_time(self._events[0])) / 1e3
 
 
 @torch.inference_mode()

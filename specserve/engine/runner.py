@@ -5,7 +5,6 @@ Shapes: B requests, S draft levels, T packed tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from specserve.engine.commands import (
     Step,
 )
 from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
+from specserve.engine.profile import Stopwatch
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
@@ -59,35 +59,6 @@ class Emitted:
     predicted: range = range(0)  # the part of the request's prediction that its first tokens match
     sources: Sequence[int] = ()  # for each source: tokens tested, right and accepted
     error: str | None = None  # why its grammar can't follow it after these tokens
-
-
-class Stopwatch:
-    """Times the work queued between construction and ``stop``, on the device's own clock if it has one."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
-        self._begin = self._end = time.perf_counter()
-        if self._events is not None:
-            self._events[0].record()
-
-    def stop(self) -> Stopwatch:
-        self._end = time.perf_counter()
-        if self._events is not None:
-            self._events[1].record()
-        return self
-
-    @property
-    def seconds(self) -> float:
-        if self._events is None:
-            return self._end - self._begin
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
-    def since(self, earlier: Stopwatch) -> float:
-        """Return the seconds from the end of an earlier one to the begin of this one."""
-        if self._events is None or earlier._events is None:
-            return self._begin - earlier._end
-        return float(earlier._events[1].elapsed_time(self._events[0])) / 1e3
 
 
 class Launch:

@@ -38,15 +38,17 @@ class KVSpec(Protocol):
 @dataclass(frozen=True, slots=True)
 class HeadKV:
     """Keys and values of every KV head (multi-head, grouped-query and multi-query attention):
-    ``[layers, pages, (k, v), page size, kv heads, head size]``."""
+    ``[layers, pages, (k, v), page size, kv heads, head size]``. ``window``: tokens that attention sees; None: all."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     scales: KVScales | None = field(default=None, compare=False)
+    window: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.num_kv_heads} KV heads of size {self.head_dim}"
+        window = f" with a window of {self.window} tokens" if self.window else ""
+        return f"{self.num_kv_heads} KV heads of size {self.head_dim}{window}"
 
     @property
     def token_bytes(self) -> int:

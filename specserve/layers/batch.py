@@ -1,10 +1,10 @@
-"""The inputs of one forward pass, and the interface of its attention. Shapes: T tokens, N heads (q, then k, then v), D
-head size."""
+"""The inputs of one forward pass, and what its layers ask of attention. Shapes: T tokens, N heads (q, then k, then v),
+D head size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -13,20 +13,31 @@ from specserve.layers.rotary import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """One layer's projections. ``layer`` is its index in the KV pool; ``qkv_TND`` is not yet rotated."""
+class Softmax:
+    """How scores become weights. ``scale`` multiplies them; None: ``1 / sqrt(D)``. ``window``: a token sees its own
+    position and ``window - 1`` before it; None: all before it."""
+
+    scale: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """What a layer asks: attention of its projections, whose query heads share key heads. ``layer`` is its index in the
+    KV pool; ``qkv_TND`` is not yet rotated."""
 
     layer: int
     qkv_TND: Tensor
     num_kv_heads: int
     rope: Rope
+    softmax: Softmax = field(default_factory=Softmax)
 
 
 class Attend(Protocol):
     """Attention as a layer calls it: rotate q and k, store k and v, attend. Paged when serving, dense when training."""
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        """Return ``[T, q heads * D]``. May overwrite ``inputs.qkv_TND``."""
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        """Return ``[T, q heads * D]``. May overwrite ``ask.qkv_TND``."""
         ...
 
 

@@ -5,7 +5,8 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from specserve_kernels import (
@@ -13,21 +14,25 @@ from specserve_kernels import (
     add_rms_norm,
     add_rms_norm_rounded,
     embed_rms_norm,
+    gelu_and_mul,
     rms_norm,
 )
 from torch import Tensor, nn
 
 from specserve.kv.spec import HeadKV
-from specserve.layers.batch import Attend, AttentionInputs
+from specserve.layers.batch import Attend, GroupedQuery, Softmax
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import Rope
 from specserve.layers.weights import Projection, WeightFormat
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
-    q and k is normalized before rotation. ``weights``: how its projections are stored."""
+    q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
+    rotates. ``softmax``: its scale and window. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,7 +44,10 @@ class LayerConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    rope: int = 0
+    softmax: Softmax = field(default_factory=Softmax)
+    activation: Activation = "silu"
     weights: WeightFormat = PLAIN
 
     @property
@@ -53,7 +61,7 @@ class LayerConfig:
 
     def kv(self, dtype: torch.dtype) -> HeadKV:
         """Return the layout of its KV cache."""
-        return HeadKV(self.num_kv_heads, self.head_dim, dtype)
+        return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)
 
 
 class RMSNorm(nn.Module):
@@ -68,8 +76,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TH, self.weight, self.eps)
 
     def heads(self, x_TND: Tensor) -> Tensor:
-        """Normalize every head separately."""
-        return rms_norm(x_TND.reshape(-1, x_TND.shape[-1]), self.weight, self.eps).view(x_TND.shape)
+        """Normalize every head, or all of them together, by the weight's size."""
+        return rms_norm(x_TND.reshape(-1, len(self.weight)), self.weight, self.eps).view(x_TND.shape)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of the tokens' embeddings, and the embeddings."""
@@ -88,9 +96,10 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     """Grouped-query attention with a fused q, k, v projection; the caller's ``attend`` computes it. Like every block,
-    it takes its input and the residual stream, and returns the update and the stream."""
+    it takes its input and the residual stream, and returns the update and the stream. ``norm``: the kind of norm that
+    normalizes heads."""
 
-    def __init__(self, config: LayerConfig, layer: int) -> None:
+    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
         self.layer = layer
         self.config = config
@@ -99,9 +108,8 @@ class Attention(nn.Module):
         new = config.weights.projection
         self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
         self.o_proj = new(name, config.num_heads * size, {"o_proj": config.hidden_size}, config.o_bias)
-        self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
-        )
+        sizes = [size * (n if config.qk_norm == "whole" else 1) for n in config.heads[:2]]
+        self.q_norm, self.k_norm = (norm(n, config.rms_norm_eps) if config.qk_norm else None for n in sizes)
 
     def forward(
         self,
@@ -117,7 +125,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
             qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
-        attended_TI = attend(AttentionInputs(self.layer, qkv_TND, self.config.num_kv_heads, rope))
+        ask = GroupedQuery(self.layer, qkv_TND, self.config.num_kv_heads, rope, self.config.softmax)
+        attended_TI = attend(ask)
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
         return self.o_proj(attended_TI), residual_TH
@@ -138,17 +147,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward with a fused gate and up projection."""
+    """Gated feed-forward with a fused gate and up projection."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
         name, size, inner = f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size
         new = config.weights.projection
+        self.activation = config.activation
         self.gate_up_proj = new(name, size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.down_proj(self.gate_up_proj.gate_for(self.down_proj, x_TH)), residual_TH
+        if self.activation == "silu":
+            return self.down_proj(self.gate_up_proj.gate_for(self.down_proj, x_TH)), residual_TH
+        return self.down_proj(gelu_and_mul(self.gate_up_proj(x_TH))), residual_TH
 
 
 def reader_of(block: nn.Module) -> Projection | None:
@@ -159,13 +171,15 @@ def reader_of(block: nn.Module) -> Projection | None:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on a norm of the residual stream. ``layer`` is its index in the KV pool."""
+    """Attention and MLP, each on a norm of the residual stream. ``layer`` is its index in the KV pool; ``norm``: their
+    class."""
 
-    def __init__(self, config: LayerConfig, layer: int) -> None:
+    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = config.rope
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, norm)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,7 @@ class RopeConfig:
         return _mscale(self.factor, 1.0)
 
 
+NO_ROPE = RopeConfig(kind="none")
 NUMBERS = (
     "factor",
     "low_freq_factor",
@@ -165,7 +166,9 @@ ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn":
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the float64 inverse frequencies ``[head_dim / 2]``."""
+    """Return the float64 inverse frequencies ``[head_dim / 2]``, 0 for a layer that does not rotate."""
+    if config == NO_ROPE:
+        return torch.zeros(head_dim // 2, dtype=torch.float64)
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     return ROPE_KINDS[config.kind](config, config.theta**-exponent)
 

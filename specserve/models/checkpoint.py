@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from specserve.layers.formats.fp8 import KV_SCALES
 from specserve.layers.weights import FLOATS, Projection
+from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, read_json
-from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import model_class
 from specserve.models.tensor_files import TensorFiles
@@ -64,6 +64,8 @@ class _Stored:
                     self.module.load(found)
                 except ValueError as error:
                     raise ValueError(f"{files.path}: {self.path}: {error}") from None
+            elif (load := getattr(self.module, "load", None)) is not None:
+                load(found[0])
             else:
                 for name, target in self.parts[0].items():
                     target.copy_(found[0][name.rpartition(".")[2]])
@@ -167,7 +169,7 @@ def load_target(
     device: torch.device,
     max_positions: int | None = None,
     config: ModelConfig | None = None,
-) -> LlamaModel:
+) -> TargetModel:
     """Load a target model from a Hugging Face directory. ``config`` replaces the directory's. Raises ValueError naming
     what does not fit."""
     files = TensorFiles(model_path)
@@ -222,8 +224,13 @@ def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelCon
     return replace(config, tie_word_embeddings=True)
 
 
-def _warn_of_unread(model: LlamaModel, known: Collection[str], files: TensorFiles) -> None:
+def _warn_of_unread(model: TargetModel, known: Collection[str], files: TensorFiles) -> None:
     """Warn of tensors that no parameter reads: the model may differ from what its config says."""
+    beside = [name for name in files.names() if name.startswith(model.beside)]
+    if beside:
+        parts = ", ".join(sorted({name.partition(".")[0] for name in beside}))
+        log.info("%s: the text part alone: left out %d tensors of %s", files.path, len(beside), parts)
+    known = {*known, *beside}
     ends = tuple(f".{kind}" for kind in (*model.config.weights.unread, *KV_SCALES))
     unread = [
         name

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from specserve.kv.spec import KVSpec
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.batch import Softmax
+from specserve.layers.decoder import Activation, LayerConfig
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.layers.weights import WeightFormat
@@ -22,20 +23,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a target model. ``sliding_window``: how many tokens back the model's attention sees, which
-    bounds the context here; None: all.
-    ``notes`` say what was chosen while it was read."""
+    """The configuration of a target model. ``ropes``: the rotary embeddings that layers choose from, the one of whole
+    attention first. ``notes`` say what was chosen while it was read."""
 
     architecture: str
     vocab_size: int
     layers: tuple[LayerConfig, ...]
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str | None
-    sliding_window: int | None = None
     weights: WeightFormat = PLAIN
     notes: tuple[str, ...] = field(default=(), repr=False)
 
@@ -54,8 +53,13 @@ class ModelConfig:
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """The geometry that a draft's layer has if nothing else is said: the last layer's, with plain weights."""
-        return replace(self.layers[-1], weights=PLAIN)
+        """The geometry that a draft's layer has if nothing else is said: the last layer's sizes in Llama's layer, with
+        plain weights."""
+        return replace(self.layers[-1], weights=PLAIN, rope=0, softmax=Softmax(), activation="silu")
+
+    @property
+    def rope(self) -> RopeConfig:
+        return self.ropes[0]
 
     def kv(self, dtype: torch.dtype) -> list[KVSpec]:
         """Return the layout of each layer's KV cache."""
@@ -64,13 +68,11 @@ class ModelConfig:
     @property
     def longest_context(self) -> tuple[int, str]:
         """The longest context that the model supports, and the config field that limits it. A scaled rope extends the
-        trained positions; within its sliding window a model attends to everything."""
+        trained positions."""
         longest, limit = self.max_position_embeddings, "max_position_embeddings"
         reach = {"linear": longest, "yarn": self.rope.original_max_position_embeddings}
         if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:
             longest, limit = scaled, f"{self.rope.kind} rope scaling"
-        if self.sliding_window is not None and self.sliding_window < longest:
-            return self.sliding_window, "sliding_window"
         return longest, limit
 
 
@@ -153,8 +155,9 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
         raise ValueError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{source}: hidden_act must be silu, found {config['hidden_act']!r}")
+    name = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    if (activation := ACTIVATIONS.get(config.get(name, "silu"))) is None:
+        raise ValueError(f"{source}: {name} must be {' or '.join(ACTIVATIONS)}, found {config[name]!r}")
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=config["intermediate_size"],
@@ -163,4 +166,26 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         input_size=hidden,
+        activation=activation,
     )
+
+
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def with_windows(
+    layer: LayerConfig, window: int | None, fields: Mapping[str, Any], windowed: Callable[[int], bool]
+) -> list[LayerConfig]:
+    """Repeat a layer, with the window where ``layer_types`` says so; without that field, where ``windowed`` does."""
+    count, types = fields["num_hidden_layers"], fields.get("layer_types")
+    if types is None:
+        types = [SLIDING if windowed(number) else FULL for number in range(count)]
+    if len(types) != count or not {*types} <= {SLIDING, FULL}:
+        raise ValueError(
+            f"layer_types must name {SLIDING} or {FULL} for each of {count} layers, found {types}"
+        )
+    sliding = replace(layer, softmax=replace(layer.softmax, window=window))
+    return [sliding if kind == SLIDING else layer for kind in types]
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"

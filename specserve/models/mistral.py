@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from specserve.layers.batch import Softmax
 from specserve.layers.decoder import LayerConfig
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 
 
-class MistralModel(LlamaModel):
+class MistralModel(TargetModel):
     """Uses the first version's window if the field is absent, none if it is null."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -20,9 +22,4 @@ class MistralModel(LlamaModel):
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        return layer
-
-    @classmethod
-    def read_window(cls, fields: Mapping[str, Any]) -> int | None:
-        window: int | None = fields["sliding_window"]
-        return window
+        return replace(layer, softmax=Softmax(window=fields["sliding_window"]))

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.decoder import LayerConfig
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
+from specserve.models.config import with_windows
 
 
-class Qwen2Model(LlamaModel):
+class Qwen2Model(TargetModel):
     """Always has q, k and v biases; no config field names them."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -24,13 +25,8 @@ class Qwen2Model(LlamaModel):
         return replace(layer, qkv_bias=True)
 
     @classmethod
-    def read_window(cls, fields: Mapping[str, Any]) -> int | None:
-        """Return the window, if ``use_sliding_window`` is set and some layer has one: by ``layer_types``, or from
-        ``max_window_layers`` on."""
-        kinds = fields.get("layer_types")
-        if kinds is None:
-            some = fields["max_window_layers"] < fields["num_hidden_layers"]
-        else:
-            some = "sliding_attention" in kinds
-        window: int | None = fields["sliding_window"]
-        return window if fields.get("use_sliding_window") and some else None
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        """With ``use_sliding_window``, layers have the window by ``layer_types``, or from ``max_window_layers`` on."""
+        layer, first = cls.read_layer(layer, fields), fields["max_window_layers"]
+        window = fields["sliding_window"] if fields.get("use_sliding_window") else None
+        return with_windows(layer, window, fields, lambda number: number >= first)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specserve.layers.decoder import LayerConfig
 from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
@@ -18,11 +19,13 @@ from specserve.models.config import (
     check,
     layer_config,
     read_json,
-    rope_config,
 )
 from specserve.models.registry import model_class
 from specserve.models.special_tokens import end_token
 from specserve.models.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from specserve.models.base import TargetModel
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
@@ -33,6 +36,8 @@ def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> M
     name together. ``tokenizer_path`` None: the model's own."""
     path = model_path / "config.json"
     fields = read_json(path)
+    if isinstance(text := fields.get("text_config"), dict):  # beside a vision part
+        fields = {**fields, **text, "architectures": fields.get("architectures")}
     architectures = fields.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ValueError(f"{path}: architectures must name one architecture, found {architectures!r}")
@@ -46,17 +51,25 @@ def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> M
     return ModelConfig(
         architecture=architectures[0],
         vocab_size=vocab_size,
-        layers=tuple(model.read_layers(replace(layer, weights=weights), fields)),
-        rope=rope_config(fields, path),
+        layers=_layers(model, replace(layer, weights=weights), fields, path),
+        ropes=model.read_ropes(fields, path),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
         eos_token_ids=tuple(token for token in ends if 0 <= token < vocab_size),
         bos_token_id=fields.get("bos_token_id"),
         dtype=_dtype(fields, path),
-        sliding_window=model.read_window(fields),
         weights=weights,
         notes=(_end_note(ends, vocab_size),),
     )
+
+
+def _layers(
+    model: type[TargetModel], layer: LayerConfig, fields: Mapping[str, Any], path: Path
+) -> tuple[LayerConfig, ...]:
+    try:
+        return tuple(model.read_layers(layer, fields))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _dtype(fields: Mapping[str, Any], path: Path) -> str | None:

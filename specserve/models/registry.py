@@ -7,24 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specserve.models.llama import LlamaModel
+    from specserve.models.base import TargetModel
 
-ARCHITECTURES: dict[str, str | type[LlamaModel]] = {
+ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "LlamaForCausalLM": "llama.LlamaModel",
     "MistralForCausalLM": "mistral.MistralModel",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
     "Qwen3ForCausalLM": "qwen3.Qwen3Model",
     "MiMoForCausalLM": "mimo.MiMoModel",
+    "Gemma3ForCausalLM": "gemma.GemmaModel",
+    "Gemma3ForConditionalGeneration": "gemma.GemmaModel",
+    "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
+    "Olmo2ForCausalLM": "olmo.OlmoModel",
+    "Olmo3ForCausalLM": "olmo.OlmoModel",
 }
 
 
-def register(architecture: str, model: type[LlamaModel]) -> None:
+def register(architecture: str, model: type[TargetModel]) -> None:
     """Serve checkpoints whose ``architectures`` contain this name."""
     assert architecture not in ARCHITECTURES, f"two models are called {architecture}"
     ARCHITECTURES[architecture] = model
 
 
-def model_class(architecture: Any, source: Path) -> type[LlamaModel]:
+def model_class(architecture: Any, source: Path) -> type[TargetModel]:
     """Return the model class of an architecture. Raises ValueError naming the file if there is none."""
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

@@ -43,9 +43,9 @@ from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
 from specserve.messages import EngineInfo
 from specserve.models import read_config
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.kv_scales import has_kv_scales, read_kv_scales
-from specserve.models.llama import LlamaModel
 from specserve.process import phase
 from specserve.process.fingerprint import fingerprint
 from specserve.scheduler.admission import Admission
@@ -365,7 +365,7 @@ def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
     """Return the attention backend. Raises ValueError naming one that serves all layers if the chosen one does not."""
     attention = ATTENTION[config.attention_backend](pool.page_size, pool.dtype)
     for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
-        for spec in dict.fromkeys(specs):
+        for spec in specs:
             if reasons := attention.unsupported(spec, pool.page_size):
                 raise ValueError(
                     f"--attention-backend {attention.name} cannot serve the {whose}'s {spec}: "
@@ -374,7 +374,7 @@ def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
     return attention
 
 
-def create_drafter(config: EngineConfig, target: LlamaModel) -> Drafter:
+def create_drafter(config: EngineConfig, target: TargetModel) -> Drafter:
     """Load the drafter that the settings name."""
     draft = config.draft
     if draft is None:

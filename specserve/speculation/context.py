@@ -25,7 +25,7 @@ from specserve.speculation.synthetic import SyntheticAcceptance
 
 
 class Target(Protocol):
-    """A target model: see ``models.llama.LlamaModel``."""
+    """A target model: see ``models.llama.TargetModel``."""
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -50,10 +51,10 @@ def test_scores_are_those_of_rounded_keys_and_values(scaled: Path) -> None:
     """Of all tokens alike: those of the prompt, of its last chunk, and of the token itself."""
     exact, calls = llama.causal_attention, list[float]()
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         key, value = SCALES[len(calls) % 4]  # four layers
         calls.append(key)
-        return exact(q, rounded(k, key), rounded(v, value))
+        return exact(q, rounded(k, key), rounded(v, value), *how)
 
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
     for chunk in (4, 512):

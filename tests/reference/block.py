@@ -20,10 +20,10 @@ from .llama import (
     State,
     embedding_weight,
     gated_mlp,
-    head_norm,
     head_weight,
     inverse_frequencies,
     linear,
+    norm,
     rms_norm,
     rotate,
 )
@@ -59,8 +59,8 @@ def attention(state: State, prefix: str, config: Config, past: Tensor, x: Tensor
     q, k, v = (
         linear(state, f"{prefix}{name}_proj", both).unflatten(1, (-1, size)).transpose(0, 1) for name in "qkv"
     )
-    q = rotate(head_norm(state, f"{prefix}q_norm", config, q), turns)[:, len(past) :]
-    k = rotate(head_norm(state, f"{prefix}k_norm", config, k), turns)
+    q = rotate(norm(state, f"{prefix}q_norm", config, q), turns)[:, len(past) :]
+    k = rotate(norm(state, f"{prefix}k_norm", config, k), turns)
     k, v = (each.repeat_interleave(heads // len(each), dim=0) for each in (k, v))
     read = torch.softmax(q @ k.mT / math.sqrt(size), dim=-1) @ v
     return linear(state, f"{prefix}o_proj", read.transpose(0, 1).flatten(1))

@@ -1,5 +1,5 @@
-"""The forward of Llama and similar models (Mistral, Qwen2, Qwen3, MiMo) over a whole sequence, from Hugging Face
-tensors and config (formats.md section 11). Biases and head norms are used if the checkpoint has them."""
+"""The forward of Llama and similar models (Mistral, Qwen2, Qwen3, MiMo, Gemma 3) over a whole sequence, from Hugging
+Face tensors and config (formats.md section 11). Biases and norms are used if the checkpoint has them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -121,21 +121,40 @@ def rotate(x: Tensor, frequencies: Sequence[float], scale: float = 1.0) -> Tenso
     return scale * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def head_norm(state: State, name: str, config: Config, x: Tensor) -> Tensor:
-    """The norm of each head, which has all of the last dimension, where the checkpoint has one."""
+def is_gemma(config: Config) -> bool:
+    return config.get("model_type") == "gemma3_text"
+
+
+def norm(state: State, name: str, config: Config, x: Tensor) -> Tensor:
+    """A norm over the last dimension, where the checkpoint has one. Gemma stores its weight minus 1."""
     weight = state.get(f"{name}.weight")
-    return x if weight is None else rms_norm(x, weight, config["rms_norm_eps"])
+    return x if weight is None else rms_norm(x, is_gemma(config) + weight.to(x.dtype), config["rms_norm_eps"])
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[heads, n, hd] each: row i sees rows 0..i."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v
+def window_of(config: Config, layer: int) -> int | None:
+    """Tokens that a layer sees, its own included; None: all before it."""
+    family, window = config.get("model_type"), config.get("sliding_window")
+    if family == "mistral":
+        return window
+    if is_gemma(config) or (family in ("qwen2", "qwen3") and config["use_sliding_window"]):
+        return window if config["layer_types"][layer] == "sliding_attention" else None
+    return None
 
 
-def self_attention(state: State, prefix: str, config: Config, x: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """[heads, n, hd] each: row i sees rows 0..i, or the last `window` of them."""
+    scores = q @ k.mT * scale
+    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    if window is not None:
+        unseen |= torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-window)
+    return torch.softmax(scores.masked_fill(unseen, -math.inf), dim=-1) @ v
+
+
+def self_attention(state: State, prefix: str, config: Config, x: Tensor, window: int | None = None) -> Tensor:
     """x [n, in] -> [n, h]. `prefix` ends before q_proj; the head dim comes from the tensors."""
+    if is_gemma(config):
+        kind = "full_attention" if window is None else "sliding_attention"
+        config = {**config, "rope_parameters": config["rope_parameters"][kind]}
     heads = config["num_attention_heads"]
     head_dim = state[f"{prefix}q_proj.weight"].shape[0] // heads
     frequencies, scale = inverse_frequencies(config, head_dim), attention_factor(config)
@@ -143,16 +162,21 @@ def self_attention(state: State, prefix: str, config: Config, x: Tensor) -> Tens
         linear(state, f"{prefix}{name}_proj", x).unflatten(1, (-1, head_dim)).transpose(0, 1)
         for name in "qkv"
     )
-    q = rotate(head_norm(state, f"{prefix}q_norm", config, q), frequencies, scale)
-    k = rotate(head_norm(state, f"{prefix}k_norm", config, k), frequencies, scale)
+    q = rotate(norm(state, f"{prefix}q_norm", config, q), frequencies, scale)
+    k = rotate(norm(state, f"{prefix}k_norm", config, k), frequencies, scale)
     k, v = (each.repeat_interleave(heads // len(each), dim=0) for each in (k, v))
-    return linear(state, f"{prefix}o_proj", causal_attention(q, k, v).transpose(0, 1).flatten(1))
+    of_scores = config["query_pre_attn_scalar"] ** -0.5 if is_gemma(config) else head_dim**-0.5
+    out = causal_attention(q, k, v, of_scores, window)
+    return linear(state, f"{prefix}o_proj", out.transpose(0, 1).flatten(1))
 
 
-def gated_mlp(state: State, prefix: str, x: Tensor) -> Tensor:
+def gated_mlp(state: State, prefix: str, x: Tensor, gelu: bool = False) -> Tensor:
     gate = linear(state, f"{prefix}gate_proj", x)
     up = linear(state, f"{prefix}up_proj", x)
-    return linear(state, f"{prefix}down_proj", gate * torch.sigmoid(gate) * up)
+    share = torch.sigmoid(gate)
+    if gelu:
+        share = (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2
+    return linear(state, f"{prefix}down_proj", gate * share * up)
 
 
 def embedding_weight(state: State) -> Tensor:
@@ -167,16 +191,20 @@ def head_weight(state: State) -> Tensor:
 def forward(
     state: State, config: Config, tokens: Sequence[int], dtype: torch.dtype = torch.float64
 ) -> LlamaOutput:
-    eps = config["rms_norm_eps"]
+    gemma = is_gemma(config)
     x = embedding_weight(state)[torch.tensor(list(tokens))].to(dtype)
+    x = x * config["hidden_size"] ** 0.5 if gemma else x
     streams = [x]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        normed = rms_norm(x, state[f"{prefix}input_layernorm.weight"], eps)
-        x = x + self_attention(state, f"{prefix}self_attn.", config, normed)
-        normed = rms_norm(x, state[f"{prefix}post_attention_layernorm.weight"], eps)
-        x = x + gated_mlp(state, f"{prefix}mlp.", normed)
+        normed = norm(state, f"{prefix}input_layernorm", config, x)
+        attended = self_attention(state, f"{prefix}self_attn.", config, normed, window_of(config, layer))
+        after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
+        x = x + (norm(state, f"{prefix}{after}", config, attended) if gemma else attended)
+        normed = norm(state, f"{prefix}{before if gemma else after}", config, x)
+        mlp = gated_mlp(state, f"{prefix}mlp.", normed, gemma)
+        x = x + norm(state, f"{prefix}post_feedforward_layernorm", config, mlp)
         streams.append(x)
-    hidden = rms_norm(x, state["model.norm.weight"], eps)
+    hidden = norm(state, "model.norm", config, x)
     head = {**state, "lm_head.weight": head_weight(state)}
     return LlamaOutput(linear(head, "lm_head", hidden), hidden, streams)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,11 @@ def parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = (rows, columns)
         if has_bias:
             layer[f"{name}.bias"] = (rows,)
-        if name == "self_attn.o_proj" and family == "qwen3":
+        if name == "self_attn.o_proj" and family in ("qwen3", "gemma3_text"):
             layer |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (head_dim,))
-    layer |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,))
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += [f"{name}_feedforward_layernorm" for name in ("pre", "post") if family == "gemma3_text"]
+    layer |= dict.fromkeys([f"{name}.weight" for name in norms], (hidden,))
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -189,6 +192,33 @@ def make_qwen2(path: Path, **options: Any) -> Path:
 
 def make_qwen3(path: Path, **options: Any) -> Path:
     return make_llama(path, family="Qwen3", **options)
+
+
+def make_gemma3(
+    path: Path, *, sliding_window: int = 16, rope_scaling: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """Two layers with a window, one without; `rope_scaling` is of that one. Norms are stored minus 1."""
+    options = {"layers": 3, "rope_theta": 1e6, "tied": True, "head_dim": 8, **options}
+    full = {"rope_type": "default", **(rope_scaling or {}), "rope_theta": options["rope_theta"]}
+    extra = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 12,
+        "sliding_window": sliding_window,
+        "layer_types": [f"{kind}_attention" for _, kind in zip(range(options["layers"]), cycle(PATTERN))],
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    state, config = load_checkpoint(make_llama(path, family="Gemma3", **options, **extra))
+    del config["hidden_act"]
+    state = {name: tensor - 1 if "norm." in name else tensor for name, tensor in state.items()}
+    return save_checkpoint(path, state, config, safetensors=True)
+
+
+PATTERN = ("sliding", "sliding", "full")
 
 
 def make_mimo(path: Path, **options: Any) -> Path:

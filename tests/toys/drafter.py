@@ -9,7 +9,7 @@ import torch
 from specserve_kernels import Pool
 
 from specserve.methods import DraftSettings, Method
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 from specserve.speculation.context import Context, Drafter, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -32,7 +32,7 @@ class CopyDrafter(Drafter):
         return Pool.of_text(token_BS, score_BS.where(index_BS[:, :1] >= 0, -torch.inf))
 
 
-def load(draft: DraftSettings, target: LlamaModel) -> CopyDrafter:
+def load(draft: DraftSettings, target: TargetModel) -> CopyDrafter:
     return CopyDrafter(target.config.vocab_size)
 
 

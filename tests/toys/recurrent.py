@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
 from specserve.methods import DraftSettings, Method
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import file_tensors
 from specserve.models.draft.load import DraftModule, DraftSource, load_draft
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 from specserve.speculation.context import Context, Drafter, PromptTokens, TargetStates, View
 from specserve.speculation.expand import expand
@@ -36,7 +36,7 @@ SIZE, LEVELS = 128, 3
 class TextNetwork(DraftModule):
     """``state = tanh(mix(state) + embedding)``; ``head`` turns it into scores."""
 
-    def __init__(self, target: LlamaModel) -> None:
+    def __init__(self, target: TargetModel) -> None:
         super().__init__()
         self.vocab_size = target.config.vocab_size
         self.embedding = nn.Embedding(self.vocab_size, SIZE)
@@ -98,7 +98,7 @@ class TextStateDrafter(Drafter):
         return None
 
 
-def load(draft: DraftSettings, target: LlamaModel) -> TextStateDrafter:
+def load(draft: DraftSettings, target: TargetModel) -> TextStateDrafter:
     source = DraftSource(TensorFiles(draft.path))
     return TextStateDrafter(
         draft.name, load_draft(draft, target, source, lambda _, target: TextNetwork(target)).module
@@ -117,7 +117,7 @@ class TextTrainer(LastStateTrainer):
         return found
 
 
-def trainer(args: Namespace, target: LlamaModel, _: Sequence[Documents]) -> TextTrainer:
+def trainer(args: Namespace, target: TargetModel, _: Sequence[Documents]) -> TextTrainer:
     with target.device:
         return TextTrainer(target, TextNetwork(target), LEVELS, args.ttt_decay)
 

@@ -19,10 +19,10 @@ from specserve_kernels import rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
+from specserve.models.base import TargetModel
 from specserve.models.config import COUNT, TRUTH, check, read_json
 from specserve.models.draft.load import DraftSource, Network
 from specserve.models.draft.mlp_speculator import EPS, ShiftedNorm, at
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 GATES = ("forget", "input", "output", "cell")
@@ -89,7 +89,7 @@ def count_levels(path: Path) -> int:
 class ArcticLSTM(Network):
     """Gates of ``proj(state) + w * embedding``. Rows hold the state, then the cell."""
 
-    def __init__(self, source: ArcticSource, target: LlamaModel) -> None:
+    def __init__(self, source: ArcticSource, target: TargetModel) -> None:
         super().__init__()
         self.vocab_size, self._inner = target.config.vocab_size, source.inner
         self._scale_input = source.scale_input

@@ -24,8 +24,8 @@ from specserve.layers.batch import Attend
 from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
 from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
+from specserve.models.base import TargetModel
 from specserve.models.draft.load import Borrowed, DraftModule
-from specserve.models.llama import LlamaModel
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 CorrectionKind = MarkovKind | Literal["domino", "selector"]
@@ -214,11 +214,11 @@ class BlockHead(DraftModule):
 
     rope_P2D: Tensor
 
-    def __init__(self, config: BlockConfig, layer: int, max_positions: int, target: LlamaModel) -> None:
+    def __init__(self, config: BlockConfig, layer: int, max_positions: int, target: TargetModel) -> None:
         super().__init__()
         self.config = config
         size, eps, vocab = config.layer.hidden_size, config.layer.rms_norm_eps, target.config.vocab_size
-        self._embed, self._lm_head = Borrowed(target.embed_tokens), Borrowed(target.lm_head)
+        self._embed, self._lm_head = Borrowed(target.draft_embedding), Borrowed(target.lm_head)
         self.fc = Linear(len(config.taps) * target.config.hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(
@@ -232,7 +232,7 @@ class BlockHead(DraftModule):
         if config.own_head:
             self.lm_head = Linear(size, rows, bias=False)
         if config.correction == "domino":
-            self.domino = DominoHead(target.embed_tokens, config.rank, config.memory, rows)
+            self.domino = DominoHead(target.draft_embedding, config.rank, config.memory, rows)
         elif config.correction == "selector":
             self.candidate_selector = CandidateSelector(config.candidates, config.rank, size, vocab, rows)
         elif config.correction is not None:

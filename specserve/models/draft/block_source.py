@@ -17,6 +17,7 @@ from torch import Tensor
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import rope_fields
 from specserve.methods import DraftSettings, method_of
+from specserve.models.base import TargetModel
 from specserve.models.config import (
     COUNT,
     OBJECT,
@@ -30,7 +31,6 @@ from specserve.models.config import (
 from specserve.models.draft.block import CONFIDENCE, BlockConfig, BlockHead, CorrectionKind, MarkovKind
 from specserve.models.draft.fields import check_kind
 from specserve.models.draft.load import DraftSource, LoadedDraft, load_draft, read_ids
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 _THETA = 1e6  # default of rope_theta, as in other servers
@@ -269,7 +269,7 @@ def check_window(config: Mapping[str, Any], file: Path, max_positions: int) -> N
         )
 
 
-def load_block(draft: DraftSettings, target: LlamaModel) -> LoadedDraft[BlockHead]:
+def load_block(draft: DraftSettings, target: TargetModel) -> LoadedDraft[BlockHead]:
     """Load a draft for a target, whose layers come after the target's in the pool.
 
     Raises ValueError naming the file, the tensor or field and what is expected if they don't fit, and for any override,
@@ -286,7 +286,7 @@ def load_block(draft: DraftSettings, target: LlamaModel) -> LoadedDraft[BlockHea
     if config.own_head:
         ids = read_ids(source, config.draft_vocab_size, target.config.vocab_size)
 
-    def make(_: BlockSource, target: LlamaModel) -> BlockHead:
+    def make(_: BlockSource, target: TargetModel) -> BlockHead:
         return BlockHead(config, target.config.num_layers, target.max_positions, target)
 
     return load_draft(draft, target, source, make, ids)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.methods import DraftSettings, method_of, names_like
+from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig
 from specserve.models.draft.block_source import check_window
 from specserve.models.draft.eagle import EagleHead
@@ -21,7 +22,6 @@ from specserve.models.draft.mtp import MTPHead
 from specserve.models.draft.p_eagle import PEagleHead
 from specserve.models.draft.reader import Eagle3Reading, EagleReading, MTPReading, PEagleReading, Reading
 from specserve.models.draft.source import HeadSource, open_source
-from specserve.models.llama import LlamaModel
 
 Head = EagleHead | Eagle3Head | MTPHead
 _KINDS: dict[str, tuple[type[Reading], Callable[..., Head]]] = {
@@ -33,7 +33,7 @@ _KINDS: dict[str, tuple[type[Reading], Callable[..., Head]]] = {
 
 
 def load_head(
-    draft: DraftSettings, target: LlamaModel, prepare: Callable[[Reading, Head], None] | None = None
+    draft: DraftSettings, target: TargetModel, prepare: Callable[[Reading, Head], None] | None = None
 ) -> LoadedDraft[Head]:
     """Load the head of a draft. ``prepare`` is called with it before it is quantized."""
     overrides = parse_overrides(draft.config_override)
@@ -44,10 +44,10 @@ def load_head(
         check_window(reading.source.config, reading.source.config_file, target.max_positions)
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
 
-    def make(_: HeadSource, target: LlamaModel) -> Head:
+    def make(_: HeadSource, target: TargetModel) -> Head:
         layer = 0 if parallel else target.config.num_layers  # where layers are counted from in the pool
         lm_head = None if own else target.lm_head
-        return make_head(config, layer, target.max_positions, target.embed_tokens, lm_head)
+        return make_head(config, layer, target.max_positions, target.draft_embedding, lm_head)
 
     def loaded(head: Head) -> None:
         if isinstance(head, MTPHead):

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
+from specserve.models.base import TargetModel
 from specserve.models.config import read_json
 from specserve.models.draft.fields import check_same
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed, DraftSource, Network
 from specserve.models.draft.medusa import ResidualBlock
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 _LAYER = "prefix_embeding_layer."
@@ -104,7 +104,7 @@ class FirstBlock(nn.Module):
 class HydraLayer(LayerHead):
     """The layer, which reads the target's states alone, and its norm."""
 
-    def __init__(self, target: LlamaModel) -> None:
+    def __init__(self, target: TargetModel) -> None:
         own, vocab, size = target.config.draft_layer, target.config.vocab_size, target.config.hidden_size
         config = DraftConfig(
             layer=replace(own, input_size=size),
@@ -114,7 +114,7 @@ class HydraLayer(LayerHead):
             draft_vocab_size=vocab,
             recycle_normed=True,
         )
-        super().__init__(config, target.embed_tokens)
+        super().__init__(config, target.draft_embedding)
         self._add_layer(target.config.num_layers, target.max_positions)
         self.input_layernorm, self.norm = (RMSNorm(size, own.rms_norm_eps) for _ in range(2))
 
@@ -131,7 +131,7 @@ class HydraLayer(LayerHead):
 class HydraHeads(Network):
     """The heads, and the layer if they come after one."""
 
-    def __init__(self, source: HydraSource, target: LlamaModel) -> None:
+    def __init__(self, source: HydraSource, target: TargetModel) -> None:
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
         count, self._repeats = source.heads, len(source.blocks) - 1
@@ -141,7 +141,7 @@ class HydraHeads(Network):
             ResidualBlock(size, bias=True) for _ in range(count if self._repeats else 0)
         )
         self.heads = nn.ModuleList(Linear(size, self.vocab_size, bias=True) for _ in range(count))
-        self._embed = Borrowed(target.embed_tokens)
+        self._embed = Borrowed(target.draft_embedding)
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
         # A path is a state and the embeddings of root and path.

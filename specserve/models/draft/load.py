@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from specserve.layers.linear import pack_linears, quantize_linears
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import building, file_tensors, load_parameters
 from specserve.models.draft.vocabulary import VocabMap
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ class LoadedDraft(Generic[D]):
 
 def load_draft(
     draft: DraftSettings,
-    target: LlamaModel,
+    target: TargetModel,
     source: S,
-    make: Callable[[S, LlamaModel], D],
+    make: Callable[[S, TargetModel], D],
     ids: Tensor | None = None,
     prepare: Callable[[D], None] | None = None,
 ) -> LoadedDraft[D]:

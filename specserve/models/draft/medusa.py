@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
 from specserve.layers.weights import Projection
+from specserve.models.base import TargetModel
 from specserve.models.config import COUNT, check, read_json
 from specserve.models.draft.load import Borrowed, DraftModule, DraftSource
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 
@@ -172,7 +172,7 @@ class MedusaHeads(DraftModule):
     """``lm_heads``: one for each head, one for all, or none. Without any the target's is used."""
 
     def __init__(
-        self, target: LlamaModel, heads: int, blocks: int, *, bias: bool, scorers: int, rows: int
+        self, target: TargetModel, heads: int, blocks: int, *, bias: bool, scorers: int, rows: int
     ) -> None:
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, rows
@@ -203,7 +203,7 @@ class MedusaHeads(DraftModule):
         return scorer
 
 
-def heads_of(source: MedusaSource, target: LlamaModel) -> MedusaHeads:
+def heads_of(source: MedusaSource, target: TargetModel) -> MedusaHeads:
     """Return the heads of a checkpoint."""
     return MedusaHeads(
         target,

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
+from specserve.models.base import TargetModel
 from specserve.models.config import COUNT, TRUTH, check, read_json
 from specserve.models.draft.load import DraftSource, Network
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 EPS = 1e-6  # epsilon of its norms in all published configurations
@@ -139,7 +139,7 @@ class ShiftedNorm(RMSNorm):
 class MLPSpeculator(Network):
     """``state = GELU(norm(proj(state) + w * embedding))``; a head turns each level's state into scores."""
 
-    def __init__(self, config: SpeculatorConfig, target: LlamaModel) -> None:
+    def __init__(self, config: SpeculatorConfig, target: TargetModel) -> None:
         super().__init__()
         hidden, self.vocab_size, inner = target.config.hidden_size, target.config.vocab_size, config.inner
         self.config = config
@@ -168,7 +168,7 @@ class MLPSpeculator(Network):
         return out
 
 
-def speculator_of(source: SpeculatorSource, target: LlamaModel) -> MLPSpeculator:
+def speculator_of(source: SpeculatorSource, target: TargetModel) -> MLPSpeculator:
     """Return the speculator of a checkpoint."""
     return MLPSpeculator(source.config, target)
 

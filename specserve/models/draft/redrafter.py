@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
+from specserve.models.base import TargetModel
 from specserve.models.config import read_json
 from specserve.models.draft.fields import check_same
 from specserve.models.draft.load import Borrowed, DraftSource, Network
 from specserve.models.draft.medusa import ResidualBlock
-from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
 
@@ -101,11 +101,11 @@ class ReDrafter(Network):
     """``state = SiLU(rnn_w(embedding) + rnn_u(state))``, or ``embedding + state``. A row is the target's state, then
     this one."""
 
-    def __init__(self, source: ReDrafterSource, target: LlamaModel) -> None:
+    def __init__(self, source: ReDrafterSource, target: TargetModel) -> None:
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
         width, self._rnn = source.width, source.rnn
-        self._embed = Borrowed(target.embed_tokens)
+        self._embed = Borrowed(target.draft_embedding)
         if self._rnn:
             self.rnn_w, self.rnn_u = Linear(size, size, bias=False), Linear(size, size, bias=True)
         self.input_proj = nn.Identity() if width == 2 * size else Linear(2 * size, width, bias=True)

@@ -22,10 +22,10 @@ from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.layers.rotary import Rope
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.draft.block import BlockHead
 from specserve.models.draft.block_source import load_block
 from specserve.models.draft.vocabulary import VocabMap
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.expand import expand, for_nodes
 from specserve.speculation.sampler import Sampling
@@ -48,7 +48,7 @@ class BlockDrafter(Drafter):
         self._vocab = vocab
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> BlockDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> BlockDrafter:
         """Load the draft. Raises ValueError for one that does not fit."""
         loaded = load_block(draft, target)
         return cls(draft.name, loaded.module, target.config.num_layers, loaded.vocab)

@@ -19,12 +19,12 @@ from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.layers.rotary import Rope
 from specserve.methods import DraftSettings, MapPlan
+from specserve.models.base import TargetModel
 from specserve.models.draft.eagle_family import Head, load_head
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.reader import Reading
 from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
 from specserve.models.draft.vocabulary import VocabMap
-from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
 from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.dynamic_map import DynamicMap
@@ -68,7 +68,7 @@ class EagleDrafter(Drafter):
         self.kv: Sequence[KVSpec] = [own.kv(head.dtype)]
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> EagleDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> EagleDrafter:
         """Load the head. Raises ValueError for one that does not fit."""
         found: Vocabulary | None = None
 
@@ -146,7 +146,7 @@ class EagleDrafter(Drafter):
         store_projected(pool, self._layer, kv_N, Rope(self.head.rope_P2D, positions_N), *where)
 
 
-def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: LlamaModel) -> Vocabulary | None:
+def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: TargetModel) -> Vocabulary | None:
     """Return the vocabulary that a token map gives a head; None without a map."""
     if draft.token_map is None:
         return None
@@ -161,7 +161,7 @@ def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: Llam
 
 
 def _follow(
-    ids_O: Tensor | None, head: Head, draft: DraftSettings, plan: MapPlan, target: LlamaModel
+    ids_O: Tensor | None, head: Head, draft: DraftSettings, plan: MapPlan, target: TargetModel
 ) -> Vocabulary:
     """Make the head draft what a dynamic map chooses from the tokens that it scores."""
     size, device = target.config.vocab_size, target.device

@@ -15,8 +15,8 @@ from specserve_kernels import Level, Pool
 from torch import Tensor
 
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.draft.hydra import HydraHeads, HydraLayer, open_hydra
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.eagle import EagleDrafter, Vocabulary
 from specserve.speculation.drafters.recurrent import RecurrentDrafter, load_network
@@ -25,7 +25,7 @@ from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 
-def load_hydra(draft: DraftSettings, target: LlamaModel) -> HydraDrafter | RecurrentDrafter:
+def load_hydra(draft: DraftSettings, target: TargetModel) -> HydraDrafter | RecurrentDrafter:
     """Load the heads, and their layer if they have one. Raises ValueError for heads that do not fit."""
     heads = load_network(draft, target, open_hydra, HydraHeads)
     if heads.layer is None:

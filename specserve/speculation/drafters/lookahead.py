@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.methods import DraftSettings, Lookahead
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.ngram import NgramDrafter, best_of, predicted, scores_of
 from specserve.speculation.sampler import Sampling
@@ -58,7 +58,7 @@ class LookaheadDrafter(NgramDrafter):
         self._sizes = sizes
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> LookaheadDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> LookaheadDrafter:
         """Return a drafter for the target's vocabulary; there are no files to read."""
         assert draft.drafts.lookahead is not None
         return cls(draft.name, target.config.vocab_size, draft.drafts.lookahead)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from specserve_kernels import Pool
 
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.draft.fields import check_kind
 from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.medusa import MedusaHeads, heads_of, open_medusa
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.recurrent import LastStateDrafter
 from specserve.speculation.expand import expand_levels
@@ -32,7 +32,7 @@ class MedusaDrafter(LastStateDrafter):
         self._vocab = loaded.vocab
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> MedusaDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> MedusaDrafter:
         """Load the heads. Raises ValueError for heads that do not fit, and for any override."""
         check_kind(draft.config_override, draft.name)
         source, size = open_medusa(draft.path), target.config.vocab_size

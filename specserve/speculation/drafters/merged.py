@@ -18,7 +18,7 @@ from specserve_kernels import Accepted, Pool, Sources, Tree, merge_pools, observ
 from torch import Tensor
 
 from specserve.methods import DraftSettings, parts_of
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 from specserve.speculation.context import Context, Drafter, PromptTokens, TargetStates, View
 from specserve.speculation.drafters import load_drafter
 from specserve.speculation.sampler import Sampling
@@ -42,7 +42,7 @@ class MergedDrafter(Drafter):
         self._lookup = lookup
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> MergedDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> MergedDrafter:
         """Load both. Raises ValueError for a head that does not fit."""
         model, lookup = (load_drafter(replace(draft, name=part), target) for part in parts_of(draft.name))
         return cls(draft.name, model, lookup)

@@ -13,7 +13,7 @@ from specserve_kernels import Pool, Prediction, find_continuations
 from torch import Tensor
 
 from specserve.methods import DraftSettings
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 from specserve.speculation.context import Context, Drafter, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -29,7 +29,7 @@ class NgramDrafter(Drafter):
         self.vocab_size = vocab_size
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> NgramDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> NgramDrafter:
         """Return a drafter for the target's vocabulary; there are no files to read."""
         return cls(draft.name, target.config.vocab_size)
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.draft.eagle_family import load_head
 from specserve.models.draft.p_eagle import MOST_LEVELS, PEagleHead
 from specserve.models.draft.vocabulary import VocabMap
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.catch_up import CatchUpDrafter, PassRows, Window
 from specserve.speculation.sampler import Sampling
@@ -50,7 +50,7 @@ class PEagleDrafter(CatchUpDrafter):
         self._vocab = vocab
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> PEagleDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> PEagleDrafter:
         """Load the head. Raises ValueError for one that does not fit."""
         loaded = load_head(draft, target)
         assert isinstance(loaded.module, PEagleHead)

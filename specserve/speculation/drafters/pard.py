@@ -11,8 +11,8 @@ from pathlib import Path
 from specserve_kernels import Pool
 
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.config import read_json
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.standalone import StandaloneDrafter
 from specserve.speculation.sampler import Sampling
@@ -48,7 +48,7 @@ class PardDrafter(StandaloneDrafter):
     mask: int
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> PardDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> PardDrafter:
         """Load the model. Raises ValueError for one that does not fit or has no mask token."""
         mask = read_mask(draft.path)
         drafter = super().load(draft, target)

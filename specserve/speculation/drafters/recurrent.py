@@ -19,12 +19,12 @@ from specserve_kernels import Accepted, Level, Pool
 from torch import Tensor
 
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.draft.arctic_lstm import ArcticLSTM, open_arctic
 from specserve.models.draft.fields import check_kind
 from specserve.models.draft.load import DraftSource, Network, load_draft
 from specserve.models.draft.mlp_speculator import open_speculator, speculator_of
 from specserve.models.draft.redrafter import ReDrafter, open_redrafter
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.expand import expand
 from specserve.speculation.sampler import Sampling
@@ -71,9 +71,9 @@ class RecurrentDrafter(LastStateDrafter):
 
 def load_network(
     draft: DraftSettings,
-    target: LlamaModel,
+    target: TargetModel,
     open_source: Callable[[Path], S],
-    make: Callable[[S, LlamaModel], N],
+    make: Callable[[S, TargetModel], N],
 ) -> N:
     """Load the module of a checkpoint. Raises ValueError naming the file, the tensor and what is expected if it does
     not fit the target, and for any override, whose fields it does not have."""
@@ -83,9 +83,9 @@ def load_network(
 
 def _load(
     draft: DraftSettings,
-    target: LlamaModel,
+    target: TargetModel,
     open_source: Callable[[Path], S],
-    make: Callable[[S, LlamaModel], N],
+    make: Callable[[S, TargetModel], N],
 ) -> RecurrentDrafter:
     network = load_network(draft, target, open_source, make)
     return RecurrentDrafter(draft.name, network, target.config.hidden_size)

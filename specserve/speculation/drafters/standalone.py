@@ -21,11 +21,11 @@ from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
 from specserve.layers.linear import PLAIN, pack_linears, quantize_linears
 from specserve.methods import DraftSettings
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
 from specserve.models.config import read_json
 from specserve.models.draft.fields import refuse_overrides
 from specserve.models.draft.vocabulary import VocabMap, shared_tokens
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.catch_up import CatchUpDrafter, Window
 from specserve.speculation.expand import attend_level, expand
@@ -39,7 +39,7 @@ class StandaloneDrafter(CatchUpDrafter):
     """Runs ``model``, whose first layer is the pool's layer ``layer``. ``shared``: the tokens that both models have are
     the first so many of ``vocab_size`` of the target's."""
 
-    def __init__(self, name: str, model: LlamaModel, layer: int, shared: int, vocab_size: int) -> None:
+    def __init__(self, name: str, model: TargetModel, layer: int, shared: int, vocab_size: int) -> None:
         self.name = name
         self.kv: Sequence[KVSpec] = model.config.kv(model.dtype)
         self.vocab_size = shared
@@ -49,7 +49,7 @@ class StandaloneDrafter(CatchUpDrafter):
         self._vocab = VocabMap.of(ids, vocab_size) if shared < vocab_size else None
 
     @classmethod
-    def load(cls, draft: DraftSettings, target: LlamaModel) -> StandaloneDrafter:
+    def load(cls, draft: DraftSettings, target: TargetModel) -> StandaloneDrafter:
         """Load the model. Raises ValueError for one of other tokens."""
         refuse_overrides(draft.config_override, draft.name)
         model = load_target(draft.path, target.dtype, target.device, target.max_positions)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from specserve.frontend.tokenizer import load_tokenizer
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
-from specserve.models.llama import LlamaModel
 from specserve.tools.train import export, report
 from specserve.tools.train.chat import Encoder
 from specserve.tools.train.cli import parse_args
@@ -66,7 +66,7 @@ def _sources(paths: list[Path], encoder: Encoder | None) -> dict[str, Documents]
 
 
 def make_trainer(
-    args: argparse.Namespace, target: LlamaModel, train: Mapping[str, Documents]
+    args: argparse.Namespace, target: TargetModel, train: Mapping[str, Documents]
 ) -> Trainer[Any]:
     """Return the trainer of a fresh draft, on the target's device."""
     torch.manual_seed(args.seed)

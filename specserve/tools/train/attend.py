@@ -6,14 +6,14 @@ Shapes: T tokens (rows times row length), N heads (q, then k, then v), D head si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.layers.batch import AttentionInputs
+from specserve.layers.batch import GroupedQuery
 from specserve.layers.rotary import Rope
 from specserve.tools.train.packed_attention import packed_attention
 
@@ -54,8 +54,8 @@ class TestTimeAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        q, k, v = _rotate(inputs.qkv_TND, inputs.num_kv_heads, inputs.rope)
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        q, k, v = _rotate(ask.qkv_TND, ask.num_kv_heads, ask.rope)
         self.keys.append(k)
         self.values.append(v)
         extra_k, extra_v = (_columns(cache) for cache in (self.keys, self.values))
@@ -65,13 +65,23 @@ class TestTimeAttend:
 
 
 class CausalAttend:
-    """Let every token attend to its own document up to itself, as a draft does at its first level."""
+    """Let every token attend to its own document up to itself, as a target does, and a draft at its first level. Raises
+    ValueError for rows longer than a layer's window."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        return TestTimeAttend(self.packing)(inputs)
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        (scale, window), size = (ask.softmax.scale, ask.softmax.window), ask.qkv_TND.shape[-1]
+        if window is not None and window < self.packing.row_length:
+            raise ValueError(
+                f"--max-length: at most {window}, the target's window, found {self.packing.row_length}"
+            )
+        if scale is not None:
+            qkv_TND = ask.qkv_TND.clone()
+            qkv_TND[:, : -2 * ask.num_kv_heads] *= scale * size**0.5
+            ask = replace(ask, qkv_TND=qkv_TND)
+        return TestTimeAttend(self.packing)(ask)
 
 
 class BlockAttend:
@@ -95,15 +105,15 @@ class BlockAttend:
         own_BQQ = (block_Q[:, None] == block_Q).expand(rows, -1, -1)
         self._seen_BQX = torch.cat([before_BAS.repeat_interleave(size, 1), own_BQQ], 2)
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        q_TND, *own = _rotate(inputs.qkv_TND, inputs.num_kv_heads, inputs.rope)
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        q_TND, *own = _rotate(ask.qkv_TND, ask.num_kv_heads, ask.rope)
         rows = len(self._seen_BQX)
 
         def laid(x_TND: Tensor) -> Tensor:
             return x_TND.reshape(rows, -1, *x_TND.shape[1:]).transpose(1, 2)
 
         k, v = (
-            torch.cat([laid(past), laid(x)], 2) for past, x in zip(self._past[inputs.layer], own, strict=True)
+            torch.cat([laid(past), laid(x)], 2) for past, x in zip(self._past[ask.layer], own, strict=True)
         )
         seen = self._seen_BQX[:, None]
         out = F.scaled_dot_product_attention(laid(q_TND), k, v, attn_mask=seen, enable_gqa=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.layers.rotary import Rope
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, file_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.draft.block import BlockConfig, BlockHead
-from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import BlockAttend
 from specserve.tools.train.export import Files, layer_config
 from specserve.tools.train.heads import HeadOptions, draft_config, spread, unused_token
@@ -79,7 +79,7 @@ class BlockTrainer(TappedTrainer[BlockHead]):
     """
 
     def __init__(
-        self, target: LlamaModel, draft: BlockHead, anchors: int, decay: float, ce_weight: float
+        self, target: TargetModel, draft: BlockHead, anchors: int, decay: float, ce_weight: float
     ) -> None:
         super().__init__(target, draft, draft.config.taps, draft.config.levels, decay)
         self._anchors, self._ce_weight = anchors, ce_weight
@@ -129,7 +129,7 @@ class BlockTrainer(TappedTrainer[BlockHead]):
 
 @torch.no_grad()
 def block_trainer(
-    args: Namespace, target: LlamaModel, data: Sequence[Documents], *, size: int, markov: bool
+    args: Namespace, target: TargetModel, data: Sequence[Documents], *, size: int, markov: bool
 ) -> BlockTrainer:
     """Return the trainer of a DFlash draft, or with ``markov`` of a DSpark draft with a confidence head. ``size``: of a
     block by default. The norm starts as the target's, with scores of deviation 1, the Markov head's output as 0, the

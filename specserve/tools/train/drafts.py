@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from specserve.models.llama import LlamaModel
+from specserve.models.base import TargetModel
 from specserve.tools.train.block import block_files, block_trainer
 from specserve.tools.train.eagle import eagle3_files, eagle3_trainer, eagle_files, eagle_trainer
 from specserve.tools.train.export import Files
@@ -43,7 +43,7 @@ class Draft(NamedTuple):
 
     name: str
     options: Sequence[Option]
-    trainer: Callable[[Namespace, LlamaModel, Sequence[Documents]], Trainer[Any]]
+    trainer: Callable[[Namespace, TargetModel, Sequence[Documents]], Trainer[Any]]
     files: Callable[[Any, Namespace], Files]
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
-from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import TestTimeAttend
 from specserve.tools.train.export import Files, layer_config, layer_tensors
 from specserve.tools.train.heads import (
@@ -51,7 +51,7 @@ class EagleTrainer(Trainer[EagleHead]):
 
     def __init__(
         self,
-        target: LlamaModel,
+        target: TargetModel,
         draft: EagleHead,
         levels: int,
         decay: float,
@@ -88,20 +88,20 @@ class EagleTrainer(Trainer[EagleHead]):
 
 
 @torch.no_grad()
-def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> EagleHead:
+def make_eagle(target: TargetModel, options: HeadOptions, max_positions: int) -> EagleHead:
     """Return a random EAGLE head on the target's device, in float32. ``fc`` starts such that embedding and feature
     count alike and scores have a deviation of about 1."""
     config = draft_config(target.config, options, 1, target.config.vocab_size)
     with target.device:
-        head = EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
-    embedding, feature = spread(target.embed_tokens.weight), target.norm.weight.norm()
+        head = EagleHead(config, 0, max_positions, target.draft_embedding, target.lm_head)
+    embedding, feature = spread(target.draft_embedding.weight), target.norm.weight.norm()
     size = spread(target.lm_head.rows(None)[0]) * (3 * config.layer.hidden_size) ** -0.5
     for columns, of in zip(head.fc.get_parameter("weight").chunk(2, 1), (embedding, feature), strict=True):
         columns.div_(of * size)
     return head
 
 
-def eagle_trainer(args: Namespace, target: LlamaModel, _: Sequence[Documents]) -> EagleTrainer:
+def eagle_trainer(args: Namespace, target: TargetModel, _: Sequence[Documents]) -> EagleTrainer:
     levels = args.ttt_length or 3
     draft = make_eagle(target, HeadOptions.of(args), args.max_length + max(levels, CHAIN))
     return EagleTrainer(target, draft, levels, args.ttt_decay, args.feature_weight, args.ce_weight)
@@ -127,7 +127,7 @@ class Eagle3Trainer(TappedTrainer[Eagle3Head]):
     """
 
     def __init__(
-        self, target: LlamaModel, draft: Eagle3Head, draft_ids: Tensor, levels: int, decay: float
+        self, target: TargetModel, draft: Eagle3Head, draft_ids: Tensor, levels: int, decay: float
     ) -> None:
         super().__init__(target, draft, draft.config.taps, levels, decay)
         self.register_buffer("draft_ids", draft_ids)
@@ -155,7 +155,7 @@ class Eagle3Trainer(TappedTrainer[Eagle3Head]):
 
 @torch.no_grad()
 def make_eagle3(
-    target: LlamaModel, options: HeadOptions, max_positions: int, draft_ids: Tensor
+    target: TargetModel, options: HeadOptions, max_positions: int, draft_ids: Tensor
 ) -> Eagle3Head:
     """Return an EAGLE-3 head on the target's device, in float32. Its output head starts as the target's, times the
     target's norm, with scores of deviation 1; the rest starts random."""
@@ -163,13 +163,13 @@ def make_eagle3(
     check_taps(taps, target.config.num_layers)
     config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)
     with target.device:
-        head = Eagle3Head(config, 0, max_positions, target.embed_tokens)
+        head = Eagle3Head(config, 0, max_positions, target.draft_embedding)
     rows_VH = target.lm_head.rows(draft_ids)[0] * target.norm.weight
     head.lm_head.rows(None)[0].copy_(rows_VH / spread(rows_VH))
     return head
 
 
-def eagle3_trainer(args: Namespace, target: LlamaModel, data: Sequence[Documents]) -> Eagle3Trainer:
+def eagle3_trainer(args: Namespace, target: TargetModel, data: Sequence[Documents]) -> Eagle3Trainer:
     levels, vocab = args.ttt_length or 7, target.config.vocab_size
     ids = draft_vocabulary(data, vocab, args.draft_vocab_size or min(32000, vocab)).to(target.device)
     draft = make_eagle3(target, HeadOptions.of(args), args.max_length + max(levels, CHAIN), ids)

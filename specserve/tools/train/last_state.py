@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from specserve.layers.linear import Linear
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import file_tensors
 from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.draft.mlp_speculator import MLPSpeculator, SpeculatorConfig
-from specserve.models.llama import LlamaModel
 from specserve.tools.train.export import Files
 from specserve.tools.train.packing import Batch, Documents
 from specserve.tools.train.target import predictions, run_target
@@ -56,7 +56,7 @@ class MLPSpeculatorTrainer(LastStateTrainer):
 
 
 @torch.no_grad()
-def medusa_trainer(args: Namespace, target: LlamaModel, _: Sequence[Documents]) -> LastStateTrainer:
+def medusa_trainer(args: Namespace, target: TargetModel, _: Sequence[Documents]) -> LastStateTrainer:
     """Return the trainer of Medusa heads that start with the target's own predictions."""
     heads, rows = args.medusa_heads, target.config.vocab_size
     scorers = heads if args.medusa_scores == "own" else 0
@@ -86,7 +86,7 @@ def medusa_files(trainer: LastStateTrainer, args: Namespace) -> Files:
 
 @torch.no_grad()
 def mlp_speculator_trainer(
-    args: Namespace, target: LlamaModel, _: Sequence[Documents]
+    args: Namespace, target: TargetModel, _: Sequence[Documents]
 ) -> MLPSpeculatorTrainer:
     """Return the trainer of a random MLP speculator whose levels share their weights."""
     inner = args.mlp_inner or target.config.hidden_size

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
+from specserve.models.base import TargetModel
 from specserve.models.draft.block_source import default_ids
-from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import CausalAttend
 from specserve.tools.train.packing import Batch
 
@@ -20,7 +20,7 @@ NORMAL_MEDIAN = 0.6745  # of the absolute value of a normal variable of deviatio
 
 
 @torch.no_grad()
-def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+def run_target(model: TargetModel, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
     """Run the frozen target over a batch, in the dtype of its weights regardless of autocast. Returns its hidden states
     after its final norm ``[T, H]`` and its residual streams at the taps."""
     with torch.autocast(batch.tokens_T.device.type, enabled=False):
@@ -30,7 +30,7 @@ def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[
 
 
 @torch.no_grad()
-def predictions(model: LlamaModel, hidden_TH: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def predictions(model: TargetModel, hidden_TH: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the target's greedy tokens ``[T]`` and its probabilities in float32, of the tokens ``ids`` or of all."""
     logits_TV = model.logits(hidden_TH)
     among = logits_TV if ids is None else logits_TV[:, ids]
@@ -46,12 +46,12 @@ class TapSizes(nn.Module):
 
     size_KH: Tensor
 
-    def __init__(self, taps: int, target: LlamaModel) -> None:
+    def __init__(self, taps: int, target: TargetModel) -> None:
         super().__init__()
         self.register_buffer("size_KH", torch.ones(taps, target.config.hidden_size, device=target.device))
 
     @torch.no_grad()
-    def measure(self, model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> None:
+    def measure(self, model: TargetModel, batch: Batch, taps: tuple[int, ...]) -> None:
         """Take the sizes of a batch's learned tokens, or of all if there is none. Channels smaller than most are left
         as small as they are."""
         _, tapped = run_target(model, batch, taps)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.models.base import TargetModel
 from specserve.models.draft.load import Borrowed
-from specserve.models.llama import LlamaModel
 from specserve.tools.train.loop import Metrics
 from specserve.tools.train.packing import Batch
 from specserve.tools.train.target import TapSizes
@@ -121,13 +121,13 @@ class Levels:
 class Trainer(nn.Module, ABC, Generic[D]):
     """Hold a draft and its loss. The frozen target, whose embedding and head a draft may use, is not a submodule."""
 
-    def __init__(self, target: LlamaModel, draft: D, levels: int, decay: float) -> None:
+    def __init__(self, target: TargetModel, draft: D, levels: int, decay: float) -> None:
         super().__init__()
         self._target = Borrowed(target)
         self.draft, self.levels, self.decay = draft, levels, decay
 
     @property
-    def target(self) -> LlamaModel:
+    def target(self) -> TargetModel:
         return self._target.module
 
     @abstractmethod
@@ -148,7 +148,7 @@ class TappedTrainer(Trainer[D]):
     """Trains a draft that reads the target's states at taps."""
 
     def __init__(
-        self, target: LlamaModel, draft: D, taps: tuple[int, ...], levels: int, decay: float
+        self, target: TargetModel, draft: D, taps: tuple[int, ...], levels: int, decay: float
     ) -> None:
         super().__init__(target, draft, levels, decay)
         self.taps, self.sizes = taps, TapSizes(len(taps), target)

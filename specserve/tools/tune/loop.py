@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from specserve.engine.commands import Prefill, Step
-from specserve.engine.runner import Launch, Runner, Stopwatch
+from specserve.engine.profile import Stopwatch
+from specserve.engine.runner import Launch, Runner
 from specserve.messages import Failed, Submit, Tokens
 from specserve.scheduler.scheduler import Scheduler
 

@@ -101,10 +101,11 @@ def row_launch(width: int) -> tuple[int, int]:
 
 @triton.jit
 def normed(x, weight, eps, H: tl.constexpr):
-    """Return one row in its own dtype, zeros beyond H. The scaled row is rounded before the weight multiplies it."""
+    """Return one row in its own dtype, zeros beyond H. It is rounded before a weight of its dtype multiplies it, and
+    after a wider one."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 @triton.jit

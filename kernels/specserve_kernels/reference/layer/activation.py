@@ -11,3 +11,9 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     dimension."""
     gate, up = gate_up_T2I.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    """Return the same with GELU, in its tanh approximation, in the place of SiLU."""
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -11,10 +11,11 @@ from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs: a new tensor
-    of x's shape and dtype."""
+    of x's shape and dtype. It is rounded before a weight of 16 bits multiplies it, and after one of float32."""
     if x_TH.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
-    return F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(x_TH.dtype) * weight_H
+    scaled_TH = F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(weight_H.dtype)
+    return (scaled_TH * weight_H).to(x_TH.dtype)
 
 
 def embed_rms_norm(

@@ -1,0 +1,106 @@
+"""The base class of target models. Shapes: T tokens packed over requests, H hidden size, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from specserve.layers.batch import TokenBatch
+from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
+from specserve.layers.linear import Linear
+from specserve.layers.rotary import Rope, RopeConfig, rope_table
+from specserve.layers.weights import Projection
+from specserve.models.config import ModelConfig, rope_config
+
+
+class TargetModel(nn.Module):
+    """A decoder-only model whose attention is provided by the caller.
+
+    A subclass defines how its ``config.json`` is read: ``defaults`` replace absent fields, ``read_layer`` completes the
+    geometry, ``read_layers`` repeats it for every layer, and ``read_ropes`` returns the rotary embeddings that layers
+    choose from. They raise ValueError naming a field that they can't serve. ``unread``: parts of the names of tensors
+    that a file may have without a parameter for them. ``beside``: beginnings of the names of a vision-language file's
+    other parts, without ``model.``.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.", "visual.")
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        return layer
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> Iterable[LayerConfig]:
+        """Return the geometry of every layer; ``layer`` has the fields that all architectures share."""
+        return [cls.read_layer(layer, fields)] * fields["num_hidden_layers"]
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        return (rope_config(fields, source),)
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(self.layer_class(layer, i) for i, layer in enumerate(config.layers))
+        self.norm = self.norm_class(config.hidden_size, config.layers[-1].rms_norm_eps)
+        self.lm_head: Projection
+        if config.tie_word_embeddings:
+            self.lm_head = Linear.of(self.embed_tokens.weight)
+        else:
+            head = {"lm_head": config.vocab_size}
+            self.lm_head = config.weights.projection("", config.hidden_size, head, bias=False)
+        self.max_positions = max_positions  # that a slot may have
+        sizes = {layer.rope: layer.head_dim for layer in config.layers}
+        for number, size in sizes.items():
+            table = rope_table(config.ropes[number], size, max_positions)
+            self.register_buffer(f"rope{number}_P2D", table, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def draft_embedding(self) -> nn.Embedding:
+        """The embedding of tokens as its first layer reads it, which drafts share."""
+        return self.embed_tokens
+
+    def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the first layer's attention, and the residual stream."""
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        return first.embed(tokens_T, self.embed_tokens.weight)
+
+    def forward(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]:
+        """Return the hidden states after the final norm ``[T, H]``, or of the wanted rows ``[W, H]``, and the residual
+        streams at ``batch.taps``."""
+        positions_T, stream = batch.positions_T, self._enter(batch.tokens_T)
+        tapped: dict[int, Tensor] = {}
+        last = len(self.layers) - 1
+        for boundary, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            x_TH, residual_TH = layer.enter(*stream) if boundary else stream
+            if boundary in batch.taps:
+                tapped[boundary] = residual_TH
+            wanted = batch.wanted_W if boundary == last else None
+            rope = Rope(self.get_buffer(f"rope{layer.rope}_P2D"), positions_T)
+            stream = layer(x_TH, residual_TH, rope, batch.attend, wanted)
+        hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)
+        return hidden_TH, [tapped[boundary] for boundary in batch.taps]
+
+    def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
+        found: Tensor = self.lm_head(hidden_TH, out=out)
+        return found

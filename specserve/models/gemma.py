@@ -1,0 +1,110 @@
+"""Gemma 3's text model: a norm before and after each block, and windows in five layers of six.
+
+Read from a language model's file, and from a vision-language model's, whose vision part is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from specserve_kernels import Rounded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.layers.batch import Attend, Softmax
+from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, reader_of
+from specserve.layers.norms import OffsetRMSNorm
+from specserve.layers.rotary import Rope, RopeConfig
+from specserve.models.base import TargetModel
+from specserve.models.config import FULL, SLIDING, rope_config, with_windows
+
+_PLAIN = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+class GemmaLayer(DecoderLayer):
+    """Normalizes what each block returns, too."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__(config, layer, OffsetRMSNorm)
+        self.pre_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x_TH: Tensor | Rounded,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+        update = self.post_attention_layernorm(update)
+        normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH)
+        update, residual_TH = self.mlp(*normed)
+        return self.post_feedforward_layernorm(update), residual_TH
+
+
+class GemmaModel(TargetModel):
+    """Scales embeddings by the root of the hidden size. Layers with a window rotate by the second rope."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    }
+    layer_class: ClassVar[type[DecoderLayer]] = GemmaLayer
+    norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        if found := [name for name in _PLAIN if fields.get(name)]:
+            raise ValueError(f"{found[0]} {fields[found[0]]!r} is not supported; expected null")
+        bias, every = bool(fields.get("attention_bias")), fields["sliding_window_pattern"]
+        scale = fields["query_pre_attn_scalar"] ** -0.5
+        layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(scale))
+        layers = with_windows(
+            layer, fields["sliding_window"], fields, lambda number: (number + 1) % every != 0
+        )
+        return [each if each.softmax.window is None else replace(each, rope=1) for each in layers]
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        """Return those of whole and of sliding attention, under transformers 5's names or the earlier ones."""
+        kinds = fields.get("rope_parameters") or {}
+        if FULL not in kinds:
+            full = {**(fields.get("rope_scaling") or {}), "rope_theta": fields.get("rope_theta", 1e6)}
+            kinds = {FULL: full, SLIDING: {"rope_theta": fields.get("rope_local_base_freq", 1e4)}}
+        plain = {**fields, "rope_scaling": None}
+        return tuple(
+            rope_config({**plain, "rope_parameters": kinds[kind]}, source) for kind in (FULL, SLIDING)
+        )
+
+    @cached_property
+    def draft_embedding(self) -> nn.Embedding:
+        made: nn.Embedding = nn.Embedding.from_pretrained(self.embed_tokens.weight.detach() * self._scale)
+        return made
+
+    @property
+    def _scale(self) -> Tensor:
+        return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+
+    def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        stream_TH = F.embedding(tokens_T, self.embed_tokens.weight) * self._scale
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        return first.input_layernorm(stream_TH), stream_TH

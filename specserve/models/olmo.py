@@ -1,0 +1,74 @@
+"""OLMo 2 and 3: norms only after each block, and of all heads of q and k together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specserve_kernels import Rounded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.layers.batch import Attend
+from specserve.layers.decoder import MLP, Attention, DecoderLayer, LayerConfig, RMSNorm
+from specserve.layers.norms import WideRMSNorm
+from specserve.layers.rotary import Rope, RopeConfig
+from specserve.models.base import TargetModel
+from specserve.models.config import FULL, SLIDING, rope_config, with_windows
+
+
+class OlmoLayer(DecoderLayer):
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        nn.Module.__init__(self)
+        self.rope = config.rope
+        self.self_attn = Attention(config, layer, WideRMSNorm)
+        self.post_attention_layernorm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, layer)
+        self.post_feedforward_layernorm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+        stream_TH = F.embedding(tokens_T, embedding_VH)
+        return stream_TH, stream_TH
+
+    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+        return x_TH + residual_TH, x_TH + residual_TH
+
+    def forward(
+        self,
+        x_TH: Tensor | Rounded,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+        stream_TH = residual_TH + self.post_attention_layernorm(update)
+        update, _ = self.mlp(stream_TH, stream_TH)
+        return self.post_feedforward_layernorm(update), stream_TH
+
+
+class OlmoModel(TargetModel):
+    """OLMo 3 has windows in three layers of four, which are rotated without a scaling."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+    layer_class: ClassVar[type[DecoderLayer]] = OlmoLayer
+    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        bias, window = bool(fields.get("attention_bias")), fields.get("sliding_window")
+        layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm="whole")
+        layers = with_windows(layer, window, fields, lambda number: (number + 1) % 4 != 0)
+        return [each if each.softmax.window is None else replace(each, rope=1) for each in layers]
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        kinds, plain = fields.get("rope_parameters") or {}, {**fields, "rope_scaling": None}
+        if FULL not in kinds:
+            full = rope_config(fields, source)
+            return full, RopeConfig(theta=full.theta)
+        return tuple(
+            rope_config({**plain, "rope_parameters": kinds[kind]}, source) for kind in (FULL, SLIDING)
+        )

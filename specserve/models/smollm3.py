@@ -1,0 +1,36 @@
+"""SmolLM3: Llama, of whose layers every fourth does not rotate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specserve.layers.decoder import LayerConfig
+from specserve.layers.rotary import NO_ROPE, RopeConfig
+from specserve.models.config import rope_config, with_windows
+from specserve.models.llama import LlamaModel
+
+
+class SmolLM3Model(LlamaModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "no_rope_layer_interval": 4,
+        "sliding_window": None,
+        "max_position_embeddings": 32768,
+    }
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        every, rotates = fields["no_rope_layer_interval"], fields.get("no_rope_layers")
+        if rotates is None:
+            rotates = [(number + 1) % every for number in range(fields["num_hidden_layers"])]
+        window = fields["sliding_window"] if fields.get("use_sliding_window") else None
+        layers = with_windows(
+            cls.read_layer(layer, fields), window, fields, lambda number: not rotates[number]
+        )
+        return [replace(each, rope=int(not turns)) for each, turns in zip(layers, rotates, strict=True)]
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        return rope_config(fields, source), NO_ROPE

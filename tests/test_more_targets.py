@@ -1,0 +1,65 @@
+"""Architectures that are made of the same blocks: the numbers and tokens of transformers, with and without drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from specserve import SamplingParams
+from specserve.models.registry import ARCHITECTURES
+from tests.engines import answer_all, make_scheduler
+from tests.reference.draft_models import make_eagle3
+from tests.test_targets import BESIDE_VISION, COUNT, MAKERS, PROMPT, recorded_logits, their_logits
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3 with windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 9}),
+    "olmo 2": ("Olmo2", {"attention_bias": True}),
+    "olmo 3": ("Olmo3", {"sliding_window": 9}),
+    "olmo 3, yarn": ("Olmo3", {"rope_parameters": {"full_attention": YARN}, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(params=list(CONFIGS))
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    family, fields = CONFIGS[request.param]
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**SIZES, **fields)
+    )
+    draws = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=draws)
+        weight.data = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
+    model.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def test_every_architecture_is_compared() -> None:
+    here = {f"{family}ForCausalLM" for family, _ in CONFIGS.values()}
+    assert {*MAKERS, BESIDE_VISION, *here} == {*ARCHITECTURES}
+
+
+def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    draft = make_eagle3(target.parent / "draft", target)
+    with recorded_logits() as found:
+        (answer,) = answer_all(make_scheduler(target, dtype="float32"), [(PROMPT, params)])
+    logits = their_logits(target, answer.tokens)
+    assert answer.tokens == logits.argmax(-1).tolist()
+    torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+    settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    work = [(PROMPT, params), (PROMPT * 4, SamplingParams(temperature=1.0, seed=3, max_tokens=COUNT))]
+    plain = answer_all(make_scheduler(target), work)
+    drafted = answer_all(make_scheduler(target, **settings), work)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert all(each.usage.drafted for each in drafted)
