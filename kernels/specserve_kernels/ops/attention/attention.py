@@ -132,9 +132,8 @@ def _attend_kernel(
         length_B, q_start, slots, nodes, entries, window, TAIL, GROUP, R, SLOTS, ALIGNED
     )
     fine, apart = units_of(tiles_S, low_S, last_S, workers, most, window, NEAR, FAR)
-    stored_S = units_between(
-        low_S, last_S, fine, apart, window, NEAR, FAR
-    )  # paths may extend into the next unit
+    # Paths may extend into the next unit.
+    stored_S = units_between(low_S, last_S, fine, apart, window, NEAR, FAR)
     units_S = units_between(low_S, end_S, fine, apart, window, NEAR, FAR) if TAIL == "tree" else stored_S
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)
@@ -155,7 +154,7 @@ def _attend_kernel(
             count = tl.load(q_start + slot + 1).to(tl.int32) - first
         length = tl.load(length_B + slot).to(tl.int32)
         table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
-        of_all = unit  # among those of all positions
+        of_all = unit  # its number if a window's units are counted from position 0
         if window is not None:
             of_all += at_slot(slot, unit_of(low_S, fine, apart, NEAR, FAR))
         unit_end = tl.where(apart, begin_of(of_all + 1, fine, NEAR, FAR), 1 << 30)

@@ -160,11 +160,8 @@ def _prefill_kernel(
     position_R = start + local_R
     end = start + tl.minimum(tile * R + R, count)
     whole, stop = (start + tile * R + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
-    low, begin, hidden = (
-        0,
-        0,
-        1 if KV_START else 0,
-    )  # blocks before ``hidden`` have positions that are not to be seen
+    # From ``begin`` to before ``hidden``, blocks have positions that some row does not see: before its window, or 0.
+    low, begin, hidden = 0, 0, 1 if KV_START else 0
     if window is not None:
         low = tl.maximum(start + tile * R + 1 - window, 0)
         begin = low // N
