@@ -265,8 +265,8 @@ CASES = {
     # A wrong type of number.
     "target: integers": Case(
         plain,
-        tensor("model.norm.weight", lambda t: t.to(torch.int32)),
-        f"/{WEIGHTS}: tensor norm.weight has dtype int32, expected bfloat16, float16, float32, float64",
+        tensor("model.norm.weight", lambda t: t.to(torch.int16)),
+        f"/{WEIGHTS}: tensor norm.weight has dtype int16, expected bfloat16, float16, float32, float64",
     ),
     "target: float8 without a word in its config": Case(
         plain,
