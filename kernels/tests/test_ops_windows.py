@@ -91,24 +91,19 @@ class Case:
         """Compare with what each row sees by an explicit mask."""
         at_L = torch.arange(self.kv_BL2KD.shape[1])
         right = []
-        for kv_L2KD, rows, q_NHD in zip(
-            self.kv_BL2KD.double(),
-            self.rows,
-            self.q_TND.double().split(list(map(len, self.rows))),
-            strict=True,
-        ):
+        q_BNHD = self.q_TND.double().split(list(map(len, self.rows)))
+        for kv_L2KD, rows, q_NHD in zip(self.kv_BL2KD.double(), self.rows, q_BNHD, strict=True):
             if not rows:
                 continue
             visible_NL = torch.stack([(at_L >= low) & (at_L < end) for low, end, _ in rows])
             for n, row in enumerate(rows):
                 visible_NL[n, list(row.own)] = True
             k_KLD, v_KLD = kv_L2KD.permute(1, 2, 0, 3)
-            mask = visible_NL.to(DEVICE)
-            q_HND = q_NHD.transpose(0, 1)
-            out = F.scaled_dot_product_attention(q_HND, k_KLD, v_KLD, mask, scale=scale, enable_gqa=True)
+            out = F.scaled_dot_product_attention(
+                q_NHD.transpose(0, 1), k_KLD, v_KLD, visible_NL.to(DEVICE), scale=scale, enable_gqa=True
+            )
             right.append(out.transpose(0, 1))
-        tolerance = TOLERANCE[found_TND.dtype]
-        found = found_TND[: self.total].double()
+        found, tolerance = found_TND[: self.total].double(), TOLERANCE[found_TND.dtype]
         torch.testing.assert_close(found, torch.cat(right), atol=tolerance, rtol=tolerance)
         assert not tickets(1, DEVICE).any()
 
@@ -128,10 +123,6 @@ def before(position: int, window: int | None, kv_start: int = 0) -> int:
 
 def ones(mask: int) -> tuple[int, ...]:
     return tuple(i for i in range(64) if mask >> i & 1)
-
-
-def signed(masks: list[int]) -> Tensor:
-    return integers([mask - (1 << 64) if mask >> 63 else mask for mask in masks])
 
 
 def prompts(
@@ -181,7 +172,8 @@ def verified(masks: list[list[int]] | None, **arguments: Any) -> Tensor:
     paths = None
     if masks is not None:
         levels = max(len(ones(mask)) for own in masks for mask in own) - 1
-        paths = list_paths(signed([*itertools.chain(*masks)]), *where, levels, arguments["max_nodes"])
+        signed_T = integers([mask - (mask >> 63 << 64) for own in masks for mask in own])
+        paths = list_paths(signed_T, *where, levels, arguments["max_nodes"])
     return attend_nodes(**arguments, paths=paths, workspace=Workspace())
 
 
