@@ -68,9 +68,11 @@ class ModelConfig:
     @property
     def longest_context(self) -> tuple[int, str]:
         """The longest context that the model supports, and the config field that limits it. A scaled rope extends the
-        trained positions."""
+        trained positions, which a linear scaling does not name: with a rope for each kind of layer, as in Gemma 3, the
+        model was trained with it, and ``max_position_embeddings`` is what it reaches."""
         longest, limit = self.max_position_embeddings, "max_position_embeddings"
-        reach = {"linear": longest, "yarn": self.rope.original_max_position_embeddings}
+        trained = longest if len(self.ropes) == 1 else 0
+        reach = {"linear": trained, "yarn": self.rope.original_max_position_embeddings}
         if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:
             longest, limit = scaled, f"{self.rope.kind} rope scaling"
         return longest, limit
@@ -180,7 +182,8 @@ def with_windows(
     count, types = fields["num_hidden_layers"], fields.get("layer_types")
     if types is None:
         types = [SLIDING if windowed(number) else FULL for number in range(count)]
-    if len(types) != count or not {*types} <= {SLIDING, FULL}:
+    known = isinstance(types, list) and all(kind in (SLIDING, FULL) for kind in types)
+    if not known or len(types) != count:
         raise ValueError(
             f"layer_types must name {SLIDING} or {FULL} for each of {count} layers, found {types}"
         )

@@ -50,16 +50,28 @@ class OlmoLayer(DecoderLayer):
 
 
 class OlmoModel(TargetModel):
-    """OLMo 3 has windows in three layers of four, which are rotated without a scaling."""
-
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
     layer_class: ClassVar[type[DecoderLayer]] = OlmoLayer
     norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
     @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        bias = bool(fields.get("attention_bias"))
+        return replace(layer, qkv_bias=bias, o_bias=bias, qk_norm="whole")
+
+
+class Olmo3Model(OlmoModel):
+    """Has windows in three layers of four, which are rotated without a scaling."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **OlmoModel.defaults,
+        "rope_theta": 5e5,
+        "sliding_window": 4096,
+    }
+
+    @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        bias, window = bool(fields.get("attention_bias")), fields.get("sliding_window")
-        layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm="whole")
+        layer, window = cls.read_layer(layer, fields), fields["sliding_window"]
         layers = with_windows(layer, window, fields, lambda number: (number + 1) % 4 != 0)
         return [each if each.softmax.window is None else replace(each, rope=1) for each in layers]
 

@@ -13,6 +13,7 @@ from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
 from specserve.models.config import (
     COUNT,
+    NUMBER,
     TEXT,
     TRUTH,
     ModelConfig,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
+_POSITIVE = dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar"), 1)
 
 
 def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> ModelConfig:
@@ -45,6 +47,7 @@ def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> M
     fields = {**model.defaults, **fields}
     check(fields, path, COUNT, "vocab_size", "num_hidden_layers")
     check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
+    check({**_POSITIVE, **fields}, path, NUMBER, *_POSITIVE)
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
     weights, layer = _weights(fields, path), layer_config(fields, path)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]

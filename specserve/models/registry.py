@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "Gemma3ForConditionalGeneration": "gemma.GemmaModel",
     "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
     "Olmo2ForCausalLM": "olmo.OlmoModel",
-    "Olmo3ForCausalLM": "olmo.OlmoModel",
+    "Olmo3ForCausalLM": "olmo.Olmo3Model",
 }
 
 

@@ -15,21 +15,27 @@ from specserve.models.llama import LlamaModel
 
 class SmolLM3Model(LlamaModel):
     defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
         "no_rope_layer_interval": 4,
+        "rope_theta": 2e6,
         "sliding_window": None,
         "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
     }
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        every, rotates = fields["no_rope_layer_interval"], fields.get("no_rope_layers")
+        count, every = fields["num_hidden_layers"], fields["no_rope_layer_interval"]
+        rotates = fields.get("no_rope_layers")
         if rotates is None:
-            rotates = [(number + 1) % every for number in range(fields["num_hidden_layers"])]
+            rotates = [(number + 1) % every for number in range(count)]
+        if not isinstance(rotates, list) or len(rotates) < count:
+            raise ValueError(f"no_rope_layers must be 1 or 0 for each of {count} layers, found {rotates!r}")
         window = fields["sliding_window"] if fields.get("use_sliding_window") else None
         layers = with_windows(
             cls.read_layer(layer, fields), window, fields, lambda number: not rotates[number]
         )
-        return [replace(each, rope=int(not turns)) for each, turns in zip(layers, rotates, strict=True)]
+        return [replace(each, rope=int(not turns)) for each, turns in zip(layers, rotates, strict=False)]
 
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:

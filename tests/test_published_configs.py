@@ -1,0 +1,167 @@
+"""Published ``config.json`` files, with the fields that they lack: read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from specserve.layers.rotary import NO_ROPE, inverse_frequencies
+from specserve.models.read_config import load_model_config
+
+LINEAR = {"factor": 8.0, "rope_type": "linear"}
+OLMO_YARN = {
+    "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+    "original_max_position_embeddings": 8192, "rope_type": "yarn",
+}  # fmt: skip
+
+
+def gemma(**text: Any) -> dict[str, Any]:
+    text = {"model_type": "gemma3_text", "rope_scaling": LINEAR, "sliding_window": 1024, **text}
+    names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    return {**names, "eos_token_id": [1, 106], "text_config": text, "torch_dtype": "bfloat16"}
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma 3 1b": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+    },
+    "gemma 3 4b": gemma(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
+    "gemma 3 12b": gemma(
+        hidden_size=3840, intermediate_size=15360, num_attention_heads=16, num_hidden_layers=48, num_key_value_heads=8
+    ),
+    "gemma 3 27b": gemma(
+        head_dim=128, hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_hidden_layers=62,
+        num_key_value_heads=16, query_pre_attn_scalar=168,
+    ),
+    "smollm3 3b": {
+        "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+        "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+        "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "num_attention_heads": 16,
+        "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "vocab_size": 128256,
+    },
+    "smollm3, all defaults": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_size": 2048,
+        "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36, "vocab_size": 128256,
+    },
+    "olmo 2 7b": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
+    },
+    "olmo 3 7b": {
+        "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+        "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06, "rope_scaling": OLMO_YARN, "rope_theta": 500000, "sliding_window": 4096,
+        "tie_word_embeddings": False, "vocab_size": 100278,
+    },
+    "olmo 3, few fields": {
+        "architectures": ["Olmo3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+        "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 100278,
+    },
+}  # fmt: skip
+PUBLISHED |= {
+    f"{name}, written by transformers 5": {**PUBLISHED[name], "rewritten": True}
+    for name in ("gemma 3 1b", "gemma 3 12b", "olmo 3 7b")
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
+    fields = dict(PUBLISHED[name])
+    rewritten = fields.pop("rewritten", False)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    theirs: Any = transformers.AutoConfig.from_pretrained(tmp_path)
+    if rewritten:
+        theirs.save_pretrained(tmp_path)
+    ours, theirs = load_model_config(tmp_path), theirs.get_text_config()
+    family = import_module(f"transformers.models.{theirs.model_type.removesuffix('_text')}")
+    modeling = import_module(f"{family.__name__}.modeling_{family.__name__.rpartition('.')[2]}")
+    (rotary,) = (each for key, each in vars(modeling).items() if key.endswith("RotaryEmbedding"))
+    table = rotary(theirs)
+    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
+    rotates = getattr(theirs, "no_rope_layers", [1] * theirs.num_hidden_layers)
+    assert len(ours.layers) == theirs.num_hidden_layers
+    for layer, kind, turns in zip(ours.layers, kinds, rotates, strict=True):
+        sizes = (
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.hidden_size,
+            layer.intermediate_size,
+        )
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        heads = theirs.num_attention_heads, theirs.num_key_value_heads, head_dim
+        assert sizes == (*heads, theirs.hidden_size, theirs.intermediate_size)
+        assert layer.rms_norm_eps == theirs.rms_norm_eps
+        assert layer.softmax.window == (theirs.sliding_window if kind == "sliding_attention" else None)
+        scalar = getattr(theirs, "query_pre_attn_scalar", head_dim)
+        assert (layer.softmax.scale or layer.head_dim**-0.5) == scalar**-0.5
+        rope, prefix = ours.ropes[layer.rope], f"{kind}_" if hasattr(table, f"{kind}_inv_freq") else ""
+        assert (rope == NO_ROPE) == (not turns)
+        if turns:
+            expected = getattr(table, f"{prefix}inv_freq").double()
+            torch.testing.assert_close(inverse_frequencies(rope, head_dim), expected, rtol=1e-6, atol=0)
+            assert rope.scale == pytest.approx(getattr(table, f"{prefix}attention_scaling"))
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.longest_context[0] == ours.max_position_embeddings == theirs.max_position_embeddings
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "gemma 3 1b",
+        {"sliding_window_pattern": None},
+        "sliding_window_pattern must be a positive number, found None",
+    ),
+    (
+        "gemma 3 1b",
+        {"sliding_window_pattern": 0},
+        "sliding_window_pattern must be a positive number, found 0",
+    ),
+    (
+        "gemma 3 1b",
+        {"query_pre_attn_scalar": "x"},
+        "query_pre_attn_scalar must be a positive number, found 'x'",
+    ),
+    ("gemma 3 1b", {"layer_types": 3}, "layer_types must name .*, found 3"),
+    ("gemma 3 1b", {"layer_types": [{}] * 26}, "layer_types must name .* for each of 26 layers, found"),
+    (
+        "olmo 3 7b",
+        {"layer_types": ["chunked_attention"] * 32},
+        "layer_types must name .*, found .'chunked_attention'",
+    ),
+    (
+        "smollm3 3b",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers must be 1 or 0 for each of 36 layers, found .1, 0.",
+    ),
+    (
+        "smollm3 3b",
+        {"no_rope_layer_interval": 0},
+        "no_rope_layer_interval must be a positive number, found 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "words"), BAD)
+def test_fields_that_are_not_supported_are_named(
+    name: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name], **fields}))
+    with pytest.raises(ValueError, match=rf"config\.json: {words}"):
+        load_model_config(tmp_path)
