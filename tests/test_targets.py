@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from specserve_kernels import apply_rotary
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import specserve.engine.runner
 from benchmarks.configurations import CHOICES, SAMPLING
@@ -200,6 +201,26 @@ def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
     logits = their_logits(target, answer.tokens)
     assert answer.tokens == logits.argmax(-1).tolist()
     torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are made of numbers, each a copy to the device, which a graph can't capture."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_tensor_is_made_of_numbers_in_a_pass(target: Path) -> None:
+    model = load_target(target, torch.bfloat16, CPU, max_positions=len(TOKENS))
+    batch = TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), attend_all)
+    with torch.inference_mode():
+        first, _ = model(batch)
+        with Copies() as copies:
+            again, _ = model(batch)
+    assert (torch.equal(first, again), copies.found) == (True, 0)
 
 
 def test_the_reference_and_transformers_agree_in_float64(target: Path) -> None:

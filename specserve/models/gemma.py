@@ -99,9 +99,10 @@ class GemmaModel(TargetModel):
         made: nn.Embedding = nn.Embedding.from_pretrained(self.embed_tokens.weight.detach() * self._scale)
         return made
 
-    @property
-    def _scale(self) -> Tensor:
-        return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+    @cached_property
+    def _scale(self) -> float:
+        """Of embeddings, rounded to their dtype. A number, for a tensor can't be made while a graph is captured."""
+        return float(torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype, device="cpu"))
 
     def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         stream_TH = F.embedding(tokens_T, self.embed_tokens.weight) * self._scale
