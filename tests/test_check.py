@@ -19,6 +19,7 @@ from specserve.config.engine import EngineConfig
 from specserve.config.paths import resolve_paths
 from specserve.engine.memory import DeviceMemory
 from specserve.layers.linear import Linear, QuantizedLinear
+from specserve.models.gemma import GemmaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.worker import build_scheduler
 from specserve.scheduler.scheduler import Scheduler
@@ -26,13 +27,13 @@ from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
 from specserve.tools.check.report import Acceptance, CheckReport, MemoryUse, Perplexity
-from tests.engines import Checkpoints, head_of
+from tests.engines import Checkpoints, head_of, make_scheduler
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
-from tests.reference.models import load_checkpoint, make_llama, make_mimo
+from tests.reference.models import load_checkpoint, make_gemma3, make_llama, make_mimo
 from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 
@@ -325,6 +326,31 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
         layer.out_features * (layer.in_features + 4 * ceil(layer.in_features / 128)) for layer in layers
     ]
     assert int8 - none == fp8 - none == sum(copies) > 0
+
+
+@pytest.mark.parametrize(("algorithm", "tied"), [("EAGLE", False), ("EAGLE3", False), ("EAGLE3", True)])
+def test_only_a_head_without_a_norm_has_a_scaled_embedding(
+    algorithm: str, tied: bool, tmp_path: Path
+) -> None:
+    """EAGLE-3 normalizes what it reads, and may score with the embedding as it is."""
+    target = make_gemma3(tmp_path / "target")
+    if algorithm == "EAGLE":
+        draft = make_eagle(tmp_path / "draft", target)
+    else:
+        draft = make_eagle3(tmp_path / "draft", target, own_head=not tied)
+        config = json.loads((draft / "config.json").read_text()) | {"tie_word_embeddings": tied}
+        (draft / "config.json").write_text(json.dumps(config))
+    scheduler = make_scheduler(
+        target, speculative_algorithm=algorithm, speculative_draft_model_path=str(draft)
+    )
+    model, head = scheduler.runner.context.target, head_of(scheduler)
+    assert isinstance(model, GemmaModel)
+    embedding, own = model.embed_tokens.weight, [*head.parameters(), *head.buffers()]
+    held = memory_needed(scheduler).draft - sum(each.nbytes for each in own)
+    assert held == (embedding.nbytes if algorithm == "EAGLE" else 0)
+    assert torch.equal(model.draft_embedding.weight, embedding * embedding.shape[1] ** 0.5)
+    if tied:
+        assert head.reader.weight is embedding
 
 
 def test_a_draft_of_several_layers(

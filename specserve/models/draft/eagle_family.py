@@ -47,7 +47,10 @@ def load_head(
     def make(_: HeadSource, target: TargetModel) -> Head:
         layer = 0 if parallel else target.config.num_layers  # where layers are counted from in the pool
         lm_head = None if own else target.lm_head
-        return make_head(config, layer, target.max_positions, target.draft_embedding, lm_head)
+        # Others normalize the embedding, which makes its scale, for which Gemma holds a copy, irrelevant.
+        scaled = make_head is EagleHead and not config.own_embedding
+        embedding = target.draft_embedding if scaled else target.embed_tokens
+        return make_head(config, layer, target.max_positions, embedding, lm_head)
 
     def loaded(head: Head) -> None:
         if isinstance(head, MTPHead):

@@ -18,6 +18,7 @@ from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import DTYPES, READERS, load_target
+from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
@@ -148,13 +149,17 @@ def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
         id(tensor): tensor for part in parts if isinstance(part, nn.Module) for tensor in _tensors(part)
     }
     total = sum(t.numel() * t.element_size() for key, t in tensors.items() if key not in seen)
-    seen |= tensors.keys()
+    seen.update(tensors)
     return total
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's weights, including packed ones and tables."""
+    """Yield a module's weights, including packed ones, tables, and what it borrows."""
     for child in module.modules():
         yield from child.parameters(recurse=False)
         yield from child.buffers(recurse=False)
-        yield from (value for value in vars(child).values() if isinstance(value, Tensor))
+        for value in vars(child).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, Borrowed):
+                yield from _tensors(value.module)

@@ -163,7 +163,7 @@ def make_eagle3(
     check_taps(taps, target.config.num_layers)
     config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)
     with target.device:
-        head = Eagle3Head(config, 0, max_positions, target.draft_embedding)
+        head = Eagle3Head(config, 0, max_positions, target.embed_tokens)
     rows_VH = target.lm_head.rows(draft_ids)[0] * target.norm.weight
     head.lm_head.rows(None)[0].copy_(rows_VH / spread(rows_VH))
     return head
