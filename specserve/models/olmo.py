@@ -33,7 +33,8 @@ class OlmoLayer(DecoderLayer):
         return stream_TH, stream_TH
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        return x_TH + residual_TH, x_TH + residual_TH
+        stream_TH = x_TH + residual_TH
+        return stream_TH, stream_TH
 
     def forward(
         self,

@@ -25,7 +25,7 @@ from specserve.speculation.synthetic import SyntheticAcceptance
 
 
 class Target(Protocol):
-    """A target model: see ``models.llama.TargetModel``."""
+    """A target model: see ``models.base.TargetModel``."""
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]: ...
 
