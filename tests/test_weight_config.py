@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,21 @@ def test_groups_that_no_quantized_module_is_in(quantized: Quantized) -> None:
     assert torch.equal(logits_of(load(path)), expected)
     configure(path, config_groups={"experts": {**experts, "targets": ["re:.*down_proj"]}, **groups})
     with pytest.raises(ValueError, match=r"format must be float-quantized, .* found 'nvfp4-pack-quantized'"):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_names_of_a_vision_language_file(quantized: Quantized, prefix: str) -> None:
+    path = quantized("W4A16")
+    expected, group = load_model_config(path).weights, packed_group(128)["config_groups"]["group_0"]
+    named = {
+        "text": {**group, "targets": [f"re:.*{re.escape(prefix)}layers.*_proj", "re:.*language_model.*"]}
+    }
+    others = ["language_model.lm_head", "re:vision_tower.*", "re:.*multi_modal_projector.*"]
+    configure(path, config_groups=named, ignore=others)
+    assert load_model_config(path).weights == expected
+    configure(path, ignore=[f"{prefix}layers.0.mlp.down_proj"])
+    with pytest.raises(ValueError, match=r"ignore excludes model\.layers\.0\.mlp\.down_proj, which"):
         load_model_config(path)
 
 
@@ -180,6 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gptq", {"dynamic": {"-:.*k_proj": {}}}, r"dynamic excludes model\.layers\.0\.self_attn\.k_proj"),
     ("gptq", {"dynamic": {"+:.*k_proj": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
+    ("gptq", {"dynamic": {r"+:model\.language_model\.layers": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
     ("gptq", {"dynamic": [".*"]}, "dynamic must be an object of patterns and objects, found"),
     ("gptq", {"dynamic": {"-:(": {}}}, r"'\(' is not a regular expression: missing \)"),
     ("W4A16", packed_group(16), r"group_0\.weights: .*group_size must be 32, .* found 16"),

@@ -25,6 +25,7 @@ from specserve.layers.formats.stored import (
     moved,
     one_of,
     stored_weights,
+    text_name,
     texts,
 )
 from specserve.layers.formats.words import (
@@ -135,7 +136,7 @@ def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | No
             f"quantization_config: dynamic must be an object of patterns and objects, found {given!r}"
         )
     for pattern, fields in given.items():
-        if matches(pattern.removeprefix("-:").removeprefix("+:"), module):
+        if matches(text_name(pattern).removeprefix("-:").removeprefix("+:"), module):
             return None if pattern.startswith("-:") else fields
     return {}
 

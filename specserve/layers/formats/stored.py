@@ -313,11 +313,16 @@ def one_of(config: Mapping[str, Any], field: str, accepted: Collection[object]) 
 
 
 def texts(config: Mapping[str, Any], field: str) -> list[str]:
-    """Return a list of texts, empty if there is none. Raises ValueError for anything else."""
+    """Return a list of names or patterns, empty if there is none. Raises ValueError for anything else."""
     found = config.get(field) or []
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ValueError(f"quantization_config: {field} must be a list of names, found {found!r}")
-    return found
+    return [text_name(each) for each in found]
+
+
+def text_name(name: str) -> str:
+    """Return a name or pattern as the configuration of a language model alone would write it."""
+    return re.sub(r"language_model(\\?\.(?![*+?{]))?", "", name)
 
 
 def modules_with(names: Collection[str], *kinds: str) -> list[str]:
