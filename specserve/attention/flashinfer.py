@@ -99,7 +99,7 @@ class FlashInferAttention:
         if isinstance(spec, HeadKV) and spec.head_dim not in _HEAD_SIZES:
             reasons.append(f"head size {spec.head_dim}: FlashInfer has {_HEAD_SIZES}")
         if isinstance(spec, HeadKV) and spec.window is not None:
-            reasons.append("sliding windows are not passed to FlashInfer")
+            reasons.append("sliding windows are not passed to FlashInfer; triton serves them")
         if self.dtype not in _DTYPES:
             reasons.append(f"dtype {self.dtype}: FlashInfer has bfloat16 and float16")
         return reasons

@@ -136,12 +136,16 @@ def _deterministic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings
 
 def _triton_refusal(model: ModelConfig) -> str | None:
     """Return why Triton's kernels can't run the target, None if they can. The draft is checked when it is loaded."""
-    from specserve_kernels.ops.attention.attention import (
-        HEAD_DIMS,  # imports Triton, which a CPU does not need
-    )
+    # Imports Triton, which a CPU does not need.
+    from specserve_kernels.ops.attention.attention import HEAD_DIMS, LEAST_WINDOW
 
-    size = next((layer.head_dim for layer in model.layers if layer.head_dim not in HEAD_DIMS), None)
-    return None if size is None else f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
+    for layer in model.layers:
+        size, window = layer.head_dim, layer.softmax.window
+        if size not in HEAD_DIMS:
+            return f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
+        if window is not None and window < LEAST_WINDOW:
+            return f"triton supports windows of at least {LEAST_WINDOW} tokens, the model's is {window}"
+    return None
 
 
 def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:

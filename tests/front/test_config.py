@@ -27,6 +27,7 @@ from specserve.config import paths as config_paths
 from specserve.config.notes import Notes, log_notes
 from specserve.config.sampling import resolve_sampling
 from specserve.config.speculation import resolve_speculation
+from specserve.layers.batch import Softmax
 from specserve.methods import JOIN
 from specserve.tools.reference import settings_reference
 
@@ -36,7 +37,7 @@ LLAMA: Any = SimpleNamespace(
     longest_context=(2048, "max_position_embeddings"),
     dtype="float32",
     vocab_size=100,
-    layers=(SimpleNamespace(head_dim=128),),
+    layers=(SimpleNamespace(head_dim=128, softmax=Softmax()),),
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
 
@@ -369,16 +370,25 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
     assert resolve(Settings(model_path=model), half)[0].dtype == "float16"  # type: ignore[arg-type]
 
 
-def test_heads_that_the_kernels_do_not_have(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "window", "why"),
+    [
+        (80, None, "triton supports head sizes (32, 64, 128, 256), the model's is 80"),
+        (64, 79, "triton supports windows of at least 80 tokens, the model's is 79"),
+    ],
+)
+def test_layers_that_the_kernels_do_not_have(
+    head_dim: int, window: int | None, why: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    wide = SimpleNamespace(**{**vars(LLAMA), "layers": (SimpleNamespace(head_dim=80),)})
-    found, notes = resolve(Settings(model_path=model), wide)  # type: ignore[arg-type]
+    layer = SimpleNamespace(head_dim=head_dim, softmax=Softmax(window=window))
+    odd = SimpleNamespace(**{**vars(LLAMA), "layers": (*LLAMA.layers, layer)})
+    found, notes = resolve(Settings(model_path=model), odd)  # type: ignore[arg-type]
     assert (found.attention_backend, found.disable_cuda_graph) == ("torch", True)
-    why = "triton supports head sizes (32, 64, 128, 256), the model's is 80"
     assert f"attention_backend = torch: {why}" in notes
     assert "disable_cuda_graph = True: the torch attention backend reads lengths on the host" in notes
     with pytest.raises(ValueError, match=re.escape(f"--attention-backend triton: {why}; use torch")):
-        resolve(Settings(model_path=model, attention_backend="triton"), wide)  # type: ignore[arg-type]
+        resolve(Settings(model_path=model, attention_backend="triton"), odd)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
