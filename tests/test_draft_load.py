@@ -161,7 +161,11 @@ CONFIG: list[tuple[str, Callable[[Config], object], str]] = [
     ("EAGLE", without("intermediate_size"), r"config\.json: intermediate_size must be .*, found None"),
     ("EAGLE3", with_field(num_attention_heads=0), r"num_attention_heads must be .*, found 0"),
     ("EAGLE3", with_field(num_attention_heads=5, num_key_value_heads=1), "do not fit num_attention_heads 5"),
-    ("EAGLE", with_field(hidden_act="gelu"), r"config\.json: hidden_act must be silu, found 'gelu'"),
+    (
+        "EAGLE",
+        with_field(hidden_act="gelu"),
+        r"config\.json: hidden_act must be silu or gelu_pytorch_tanh, found 'gelu'",
+    ),
     (
         "EAGLE",
         with_field(rope_scaling={"type": "dynamic", "factor": 2.0}),

@@ -8,6 +8,7 @@ import torch
 from specserve.attention import ATTENTION
 from specserve.attention.base import Chunks
 from specserve.kv.spec import HeadKV
+from specserve.layers.batch import Softmax
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +41,13 @@ def test_prefill(page_size: int, dtype: torch.dtype) -> None:
     cache = torch.randn(pages, 2, page_size, KV_HEADS, SIZE, generator=generator).to("cuda", dtype)
     q_TND = torch.randn(len(plan.slot_T), HEADS, SIZE, generator=generator).to("cuda", dtype)
     expected = (
-        ATTENTION["torch"](page_size, torch.float32).plan_prefill(plan).run(q_TND.float(), cache.float())
+        ATTENTION["torch"](page_size, torch.float32)
+        .plan_prefill(plan)
+        .run(q_TND.float(), cache.float(), Softmax(), None, None)
     )
-    found = ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache)
+    found = (
+        ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache, Softmax(), None, None)
+    )
     error = float((found.float() - expected).norm() / expected.norm())
     assert error < 1e-2
 

@@ -27,6 +27,7 @@ from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  
 from specserve.attention.torch import TorchAttention  # noqa: E402
 from specserve.attention.triton import TritonAttention  # noqa: E402
 from specserve.kv.spec import HeadKV  # noqa: E402
+from specserve.layers.batch import Softmax
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DEVICES = [
@@ -132,8 +133,8 @@ def run(
 ) -> Tensor:
     plan = getattr(backend, method)(request)
     if method != "plan_prefill":  # which has no workspace
-        plan.run(torch.zeros_like(q_TND), cache, None, scales)  # a layer before: leaves no trace
-    return plan.run(q_TND, cache, kv_TND, scales)
+        plan.run(torch.zeros_like(q_TND), cache, Softmax(), None, scales)  # a layer before: leaves no trace
+    return plan.run(q_TND, cache, Softmax(), kv_TND, scales)
 
 
 def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
@@ -426,11 +427,11 @@ def test_one_graph_serves_all_lengths() -> None:
     nodes = replace(nodes, pages_BM=case.table(2, 700), max_kv=700)
     q_TND = case.normal(6, 8, 128)
     plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
-    plan.run(q_TND, case.cache)
+    plan.run(q_TND, case.cache, Softmax(), None, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
-        out = [plan.run(q_TND, case.cache) for _ in range(3)][-1]
+        out = [plan.run(q_TND, case.cache, Softmax(), None, None) for _ in range(3)][-1]
     for lengths in ([1, 690], [640, 0], [63, 64]):
         nodes.length_B.copy_(torch.tensor(lengths))
         graph.replay()
@@ -481,7 +482,11 @@ class Text:
 
     def verified(self, nodes: Nodes, q_TND: Tensor, page_size: int, kv_LND: Tensor | None = None) -> Tensor:
         cache = self.cache(page_size, self.qkv_LND if kv_LND is None else kv_LND)
-        return TritonAttention(page_size, self.dtype).plan_verify(nodes).run(q_TND, cache, None, self.scales)
+        return (
+            TritonAttention(page_size, self.dtype)
+            .plan_verify(nodes)
+            .run(q_TND, cache, Softmax(), None, self.scales)
+        )
 
     def decoded(self) -> Tensor:
         """Each token of ``PLACES`` alone."""
@@ -576,7 +581,7 @@ class TestSameBits:
                 )  # fmt: skip
                 plan = TritonAttention(page_size, text.dtype).plan_prefill(request)
                 kv_TND = own[:, text.heads :] if start % 200 == 0 else None
-                found.append(plan.run(own[:, : text.heads], cache, kv_TND, scales))
+                found.append(plan.run(own[:, : text.heads], cache, Softmax(), kv_TND, scales))
             rows = torch.cat(found)
             places = [p for p in PLACES if p < len(rows)]
             assert torch.equal(rows[places], right[: len(places)]), chunk
