@@ -40,14 +40,10 @@ def test_prefill(page_size: int, dtype: torch.dtype) -> None:
     pages = int(plan.pages_BM.max()) + 1
     cache = torch.randn(pages, 2, page_size, KV_HEADS, SIZE, generator=generator).to("cuda", dtype)
     q_TND = torch.randn(len(plan.slot_T), HEADS, SIZE, generator=generator).to("cuda", dtype)
-    expected = (
-        ATTENTION["torch"](page_size, torch.float32)
-        .plan_prefill(plan)
-        .run(q_TND.float(), cache.float(), Softmax(), None, None)
-    )
-    found = (
-        ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache, Softmax(), None, None)
-    )
+    how = Softmax(), None, None
+    torch_plan = ATTENTION["torch"](page_size, torch.float32).plan_prefill(plan)
+    expected = torch_plan.run(q_TND.float(), cache.float(), *how)
+    found = ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache, *how)
     error = float((found.float() - expected).norm() / expected.norm())
     assert error < 1e-2
 

@@ -27,7 +27,7 @@ from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  
 from specserve.attention.torch import TorchAttention  # noqa: E402
 from specserve.attention.triton import TritonAttention  # noqa: E402
 from specserve.kv.spec import HeadKV  # noqa: E402
-from specserve.layers.batch import Softmax
+from specserve.layers.batch import Softmax  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DEVICES = [
