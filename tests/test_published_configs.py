@@ -122,6 +122,12 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
     assert ours.longest_context[0] == ours.max_position_embeddings == theirs.max_position_embeddings
 
 
+def test_a_scaling_that_is_added_reaches_further(tmp_path: Path) -> None:
+    added = {**PUBLISHED["smollm3 3b"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(added))
+    assert load_model_config(tmp_path).longest_context == (131072, "linear rope scaling")
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "gemma 3 1b",

@@ -68,13 +68,11 @@ class ModelConfig:
     @property
     def longest_context(self) -> tuple[int, str]:
         """The longest context that the model supports, and the config field that limits it. A scaled rope extends the
-        trained positions, which a linear scaling does not name: with a rope for each kind of layer, as in Gemma 3, the
-        model was trained with it, and ``max_position_embeddings`` is what it reaches."""
-        longest, limit = self.max_position_embeddings, "max_position_embeddings"
-        trained = longest if len(self.ropes) == 1 else 0
-        reach = {"linear": trained, "yarn": self.rope.original_max_position_embeddings}
-        if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:
-            longest, limit = scaled, f"{self.rope.kind} rope scaling"
+        trained positions."""
+        longest, limit, rope = self.max_position_embeddings, "max_position_embeddings", self.rope
+        scaled = int(rope.original_max_position_embeddings * rope.factor)
+        if rope.kind in ("linear", "yarn") and scaled > longest:
+            longest, limit = scaled, f"{rope.kind} rope scaling"
         return longest, limit
 
 

@@ -90,9 +90,13 @@ class GemmaModel(TargetModel):
             full = {**(fields.get("rope_scaling") or {}), "rope_theta": fields.get("rope_theta", 1e6)}
             kinds = {FULL: full, SLIDING: {"rope_theta": fields.get("rope_local_base_freq", 1e4)}}
         plain = {**fields, "rope_scaling": None}
-        return tuple(
+        whole, sliding = (
             rope_config({**plain, "rope_parameters": kinds[kind]}, source) for kind in (FULL, SLIDING)
         )
+        if whole.kind == "linear":  # max_position_embeddings is what it reaches
+            trained = whole.original_max_position_embeddings / whole.factor
+            whole = replace(whole, original_max_position_embeddings=trained)
+        return whole, sliding
 
     @cached_property
     def draft_embedding(self) -> nn.Embedding:
