@@ -75,6 +75,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PUBLISHED |= {
+    "gemma 3 1b, one rope named": {
+        **PUBLISHED["gemma 3 1b"],
+        "rope_parameters": {"full_attention": {"rope_type": "default"}},
+        "rope_scaling": LINEAR,
+    },
+    "olmo 3, one rope named": {
+        **PUBLISHED["olmo 3, few fields"],
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+    },
+}
+PUBLISHED |= {
     f"{name}, written by transformers 5": {**PUBLISHED[name], "rewritten": True}
     for name in ("gemma 3 1b", "gemma 3 12b", "olmo 3 7b")
 }

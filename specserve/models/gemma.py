@@ -21,7 +21,7 @@ from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, reader_
 from specserve.layers.norms import OffsetRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
-from specserve.models.config import FULL, SLIDING, rope_config, with_windows
+from specserve.models.config import FULL, SLIDING, check_rope_fields, rope_config, with_windows
 
 _PLAIN = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
@@ -85,14 +85,12 @@ class GemmaModel(TargetModel):
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
         """Return those of whole and of sliding attention, under transformers 5's names or the earlier ones."""
-        kinds = fields.get("rope_parameters") or {}
-        if FULL not in kinds:
-            full = {**(fields.get("rope_scaling") or {}), "rope_theta": fields.get("rope_theta", 1e6)}
-            kinds = {FULL: full, SLIDING: {"rope_theta": fields.get("rope_local_base_freq", 1e4)}}
+        check_rope_fields(fields, source)
+        kinds, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+        full = {"rope_theta": fields.get("rope_theta", 1e6), **(kinds.get(FULL) or {}), **scaling}
+        local = {"rope_theta": fields.get("rope_local_base_freq", 1e4), **(kinds.get(SLIDING) or {})}
         plain = {**fields, "rope_scaling": None}
-        whole, sliding = (
-            rope_config({**plain, "rope_parameters": kinds[kind]}, source) for kind in (FULL, SLIDING)
-        )
+        whole, sliding = (rope_config({**plain, "rope_parameters": each}, source) for each in (full, local))
         if whole.kind == "linear":  # max_position_embeddings is what it reaches
             trained = whole.original_max_position_embeddings / whole.factor
             whole = replace(whole, original_max_position_embeddings=trained)

@@ -83,5 +83,5 @@ class Olmo3Model(OlmoModel):
             full = rope_config(fields, source)
             return full, RopeConfig(theta=full.theta)
         return tuple(
-            rope_config({**plain, "rope_parameters": kinds[kind]}, source) for kind in (FULL, SLIDING)
+            rope_config({**plain, "rope_parameters": kinds.get(kind)}, source) for kind in (FULL, SLIDING)
         )
