@@ -84,6 +84,7 @@ PUBLISHED |= {
         **PUBLISHED["olmo 3, few fields"],
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
     },
+    "gemma 3 1b, no window": {**PUBLISHED["gemma 3 1b"], "sliding_window": None},
 }
 PUBLISHED |= {
     f"{name}, written by transformers 5": {**PUBLISHED[name], "rewritten": True}
@@ -137,6 +138,17 @@ def test_a_scaling_that_is_added_reaches_further(tmp_path: Path) -> None:
     added = {**PUBLISHED["smollm3 3b"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     (tmp_path / "config.json").write_text(json.dumps(added))
     assert load_model_config(tmp_path).longest_context == (131072, "linear rope scaling")
+
+
+def test_a_scaling_next_to_the_ropes_of_kinds_is_of_whole_attention(tmp_path: Path) -> None:
+    kinds = {kind: {"rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+    added = {**PUBLISHED["olmo 3, few fields"], "rope_parameters": kinds, "rope_scaling": yarn}
+    (tmp_path / "config.json").write_text(json.dumps(added))
+    assert [(rope.theta, rope.kind) for rope in load_model_config(tmp_path).ropes] == [
+        (5e5, "yarn"),
+        (5e5, "default"),
+    ]
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [

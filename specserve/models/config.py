@@ -136,6 +136,20 @@ def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
     return rope
 
 
+def ropes_by_kind(
+    config: Mapping[str, Any], source: Path, whole: float, sliding: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read the rotary embeddings of whole and of sliding attention, under transformers 5's names or the earlier ones; a
+    ``rope_scaling`` is of whole attention. ``whole``, ``sliding``: their bases if none is named."""
+    check_rope_fields(config, source)
+    kinds, plain = config.get("rope_parameters") or {}, {**config, "rope_scaling": None}
+    of_whole = kinds if {FULL, SLIDING}.isdisjoint(kinds) else kinds.get(FULL) or {}
+    full = {"rope_theta": whole, **of_whole, **(config.get("rope_scaling") or {})}
+    local = {"rope_theta": sliding, **(kinds.get(SLIDING) or {})}
+    first, second = (rope_config({**plain, "rope_parameters": each}, source) for each in (full, local))
+    return first, second
+
+
 def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
     """Raise ValueError naming a field of an unexpected type."""
     check(config, source, OBJECT.or_null, "rope_scaling", "rope_parameters")
@@ -174,9 +188,14 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 def with_windows(
-    layer: LayerConfig, window: int | None, fields: Mapping[str, Any], windowed: Callable[[int], bool]
+    layer: LayerConfig,
+    window: int | None,
+    fields: Mapping[str, Any],
+    windowed: Callable[[int], bool],
+    rope: int = 0,
 ) -> list[LayerConfig]:
-    """Repeat a layer, with the window where ``layer_types`` says so; without that field, where ``windowed`` does."""
+    """Repeat a layer, with the window and its ``rope`` where ``layer_types`` says so; without that field, where
+    ``windowed`` does."""
     count, types = fields["num_hidden_layers"], fields.get("layer_types")
     if types is None:
         types = [SLIDING if windowed(number) else FULL for number in range(count)]
@@ -185,7 +204,7 @@ def with_windows(
         raise ValueError(
             f"layer_types must name {SLIDING} or {FULL} for each of {count} layers, found {types}"
         )
-    sliding = replace(layer, softmax=replace(layer.softmax, window=window))
+    sliding = replace(layer, softmax=replace(layer.softmax, window=window), rope=rope)
     return [sliding if kind == SLIDING else layer for kind in types]
 
 

@@ -21,7 +21,7 @@ from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, reader_
 from specserve.layers.norms import OffsetRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
-from specserve.models.config import FULL, SLIDING, check_rope_fields, rope_config, with_windows
+from specserve.models.config import ropes_by_kind, with_windows
 
 _PLAIN = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
@@ -77,20 +77,12 @@ class GemmaModel(TargetModel):
         bias, every = bool(fields.get("attention_bias")), fields["sliding_window_pattern"]
         scale = fields["query_pre_attn_scalar"] ** -0.5
         layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(scale))
-        layers = with_windows(
-            layer, fields["sliding_window"], fields, lambda number: (number + 1) % every != 0
-        )
-        return [each if each.softmax.window is None else replace(each, rope=1) for each in layers]
+        return with_windows(layer, fields["sliding_window"], fields, lambda n: (n + 1) % every != 0, rope=1)
 
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
-        """Return those of whole and of sliding attention, under transformers 5's names or the earlier ones."""
-        check_rope_fields(fields, source)
-        kinds, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-        full = {"rope_theta": fields.get("rope_theta", 1e6), **(kinds.get(FULL) or {}), **scaling}
-        local = {"rope_theta": fields.get("rope_local_base_freq", 1e4), **(kinds.get(SLIDING) or {})}
-        plain = {**fields, "rope_scaling": None}
-        whole, sliding = (rope_config({**plain, "rope_parameters": each}, source) for each in (full, local))
+        thetas = fields.get("rope_theta", 1e6), fields.get("rope_local_base_freq", 1e4)
+        whole, sliding = ropes_by_kind(fields, source, *thetas)
         if whole.kind == "linear":  # max_position_embeddings is what it reaches
             trained = whole.original_max_position_embeddings / whole.factor
             whole = replace(whole, original_max_position_embeddings=trained)

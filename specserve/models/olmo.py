@@ -16,7 +16,7 @@ from specserve.layers.decoder import MLP, Attention, DecoderLayer, LayerConfig, 
 from specserve.layers.norms import WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
-from specserve.models.config import FULL, SLIDING, rope_config, with_windows
+from specserve.models.config import ropes_by_kind, with_windows
 
 
 class OlmoLayer(DecoderLayer):
@@ -73,15 +73,8 @@ class Olmo3Model(OlmoModel):
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
         layer, window = cls.read_layer(layer, fields), fields["sliding_window"]
-        layers = with_windows(layer, window, fields, lambda number: (number + 1) % 4 != 0)
-        return [each if each.softmax.window is None else replace(each, rope=1) for each in layers]
+        return with_windows(layer, window, fields, lambda number: (number + 1) % 4 != 0, rope=1)
 
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
-        kinds, plain = fields.get("rope_parameters") or {}, {**fields, "rope_scaling": None}
-        if FULL not in kinds:
-            full = rope_config(fields, source)
-            return full, RopeConfig(theta=full.theta)
-        return tuple(
-            rope_config({**plain, "rope_parameters": kinds.get(kind)}, source) for kind in (FULL, SLIDING)
-        )
+        return ropes_by_kind(fields, source, fields["rope_theta"], fields["rope_theta"])
