@@ -183,7 +183,8 @@ def test_the_text_part_of_a_vision_language_file(
     seen = ("vision_tower.vision_model.head.weight", "multi_modal_projector.norm.weight")
     state |= {name: torch.zeros(2) for name in seen}
     architectures = text.pop("architectures")
-    config = {"architectures": [BESIDE_VISION], "text_config": text, "eos_token_id": 3, "vision_config": {}}
+    assert text["eos_token_id"] == 3
+    config = {"architectures": [BESIDE_VISION], "text_config": text, "vision_config": {}}
     both = save_checkpoint(tmp_path / "both", state, config, safetensors=True)
     with caplog.at_level(logging.INFO):
         found = our_logits(both, torch.float64)

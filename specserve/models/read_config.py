@@ -103,7 +103,9 @@ def end_tokens(model_path: Path, tokenizer_path: Path) -> dict[int, list[str]]:
     unreadable or says something else."""
     found: dict[int, list[str]] = {}
     for file in (model_path / "config.json", model_path / "generation_config.json"):
-        eos = (read_json(file) if file.exists() else {}).get("eos_token_id")
+        fields = read_json(file) if file.exists() else {}
+        text = fields.get("text_config")
+        eos = fields.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         if any(type(token) is not int for token in ids):
             raise ValueError(
