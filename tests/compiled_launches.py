@@ -111,7 +111,7 @@ class Enough(Exception):
 
 READ_EARLY = {
     "_attend_kernel": {"length_B", "q_start"},
-    "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
+    "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_grow_kernel": {"length_ptr"},
     "_scan": {"rows", "table"},
     "_finish": {"rows", "table"},
@@ -428,7 +428,7 @@ def launch_attention(
         torch.zeros(slots * nodes, dtype=torch.int64),
     )
     if scales is not None:
-        where = per_node_T, kv_heads, cache, per_node_T, per_node_T
+        where = per_node_T, kv_heads, cache, pages_BM, per_node_T
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
     for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
         if whole or paths or scales is None:

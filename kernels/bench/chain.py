@@ -99,7 +99,7 @@ class Chain:
     x_TH: Tensor
     rope_P2D: Tensor
     position_T: Tensor
-    place_T: tuple[Tensor, Tensor]
+    place_T: Tensor
     pages_BM: Tensor
     length_B: Tensor
     q_start: Tensor
@@ -111,13 +111,13 @@ class Chain:
         local_T = torch.arange(tokens, device=device).repeat(requests)
         position_T = context + local_T
         pages_BM = torch.randperm(requests * pages, device=device).view(requests, pages)
-        page_BT = pages_BM.gather(1, (position_T // PAGE).view(requests, tokens))
+        first_T = (torch.arange(requests, device=device) * pages * PAGE).repeat_interleave(tokens)
         return cls(
             layers,
             draw(requests * tokens, HIDDEN),
             draw(context + tokens, 2, HEAD_DIM),
             position_T,
-            (page_BT.flatten(), position_T % PAGE),
+            first_T + position_T,
             pages_BM,
             torch.full([requests], context, device=device),
             tokens * torch.arange(requests + 1, device=device),
@@ -140,7 +140,9 @@ class Chain:
 
     def _mixed(self, layer: Layer, qkv_TND: Tensor, workspace: Workspace) -> Tensor:
         q_TND = rotary_store_kv(
-            qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *self.place_T, keys=False
+            *(qkv_TND, self.rope_P2D, self.position_T, KV_HEADS),
+            *(layer.cache, self.pages_BM, self.place_T),
+            keys=False,
         )
         nodes = len(q_TND) // len(self.length_B)
         shape = self.pages_BM, self.length_B, self.q_start, None, nodes

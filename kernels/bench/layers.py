@@ -57,7 +57,6 @@ def make_silu_and_mul(tokens: int) -> Callable[[], object]:
 
 def make_rotary_store_kv(tokens: int, heads: int = HEADS) -> Callable[[], object]:
     pages = -(-tokens // PAGE_SIZE) + 1
-    slots = torch.arange(PAGE_SIZE, PAGE_SIZE + tokens, device="cuda")
     return partial(
         rotary_store_kv,
         draw(tokens, heads + 2 * KV_HEADS, HEAD_DIM),
@@ -65,8 +64,8 @@ def make_rotary_store_kv(tokens: int, heads: int = HEADS) -> Callable[[], object
         torch.arange(tokens, device="cuda"),
         KV_HEADS,
         draw(pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM),
-        slots // PAGE_SIZE,
-        slots % PAGE_SIZE,
+        torch.arange(pages, device="cuda")[None],
+        torch.arange(PAGE_SIZE, PAGE_SIZE + tokens, device="cuda"),
         keys=False,
     )
 

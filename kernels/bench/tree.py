@@ -103,7 +103,7 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
     kept = features_TH, page_feature_PH, counts_RV
     timed("advance", lambda: advance(accepted, batch, tables, *kept))
     group = torch.randn(32, slots * 120 + 1, 2, PAGE, 8, 128, device=device, dtype=torch.bfloat16)
-    timed("move_kv", lambda: move_kv(group, accepted))
+    timed("move_kv", lambda: move_kv(group, accepted, pages_BM))
     return results
 
 

@@ -28,7 +28,13 @@ from specserve_kernels.reference.tree import (
 )
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
 from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
-from specserve_kernels.reference.tree.nodes import address, chain_masks, first_children, tree_masks
+from specserve_kernels.reference.tree.nodes import (
+    address,
+    chain_masks,
+    first_children,
+    first_places,
+    tree_masks,
+)
 from specserve_kernels.types import (
     MAX_NODES,
     Accepted,
@@ -106,6 +112,7 @@ __all__ = [
     "embed_rms_norm",
     "find_continuations",
     "first_children",
+    "first_places",
     "follow_continuation",
     "follow_prediction",
     "gate_rounded",

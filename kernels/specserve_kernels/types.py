@@ -5,6 +5,10 @@ level, then K), N = B * W, K branching, A tokens on the path after the root, P p
 the whole batch (roots included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In
 ``Prediction``: P tokens that a prediction may have.
 
+A *place* (int64) is where a token's cache entry belongs, whatever page holds it: a position among those of all slots of
+the batch, one slot after the other; -1: of no slot, which is page 0. Pages are looked up where entries are written or
+moved.
+
 The nodes of a slot are contiguous: its root first, parents before children. A node's *local* index counts within its
 slot. If the pools offer fewer than T - B live candidates, the remaining nodes have slot B and local index 0.
 """
@@ -52,8 +56,13 @@ class Slots:
     rows_B: Tensor  # int64, state rows
     root_B: Tensor
     length_B: Tensor
-    pages_BM: Tensor
+    pages_BM: Tensor  # contiguous
     page_size: int
+
+    @property
+    def capacity(self) -> int:
+        """Places of a slot."""
+        return self.pages_BM.shape[1] * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +73,7 @@ class Level:
     source_N: Tensor  # int64, row of the feature that each is drafted from
     rows_N: Tensor  # int64, state row
     position_N: Tensor  # int64
-    page_N: Tensor  # int64, where their cache entries go
-    offset_N: Tensor
+    place_N: Tensor  # int64, where their cache entries go
     score_BW: Tensor  # cumulative log-probability
     pool_BW: Tensor  # int64, own pool index, -1 for the root
     # int64, positions after the prefix that each node sees: those of its ancestors, then its own
@@ -122,7 +130,7 @@ class Pool:
 class Tree:
     """The nodes to verify, packed by slot, roots first; unused nodes have slot B. ``parent_T``: packed indices; a root
     is its own parent. ``depth_T`` and ``mask_T`` (bit j: local node j is an ancestor or the node itself; bit 63 is the
-    sign) are derived from it. ``page_T`` and ``offset_T``: the place of the cache entry; page 0 for unused nodes."""
+    sign) are derived from it. ``place_T``: -1 for unused nodes."""
 
     token_T: Tensor
     parent_T: Tensor
@@ -132,8 +140,7 @@ class Tree:
     depth_T: Tensor
     mask_T: Tensor
     position_T: Tensor
-    page_T: Tensor
-    offset_T: Tensor
+    place_T: Tensor
     path_TA: Tensor  # [T, S], tokens on the path to each node without the root's, padded with V
     q_start: Tensor  # [B + 1]
     is_chain: bool  # every accepted node is already at its final slot
@@ -147,8 +154,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The walk down each tree, and the places of its cache entries: ``[B, S + 1]`` each, by depth, page 0 after the
-    end.
+    """The walk down each tree, and the places of its cache entries: ``[B, S + 1]`` each, by depth, -1 after the end.
 
     *First choices* are nodes that come before their siblings, as do all their ancestors: what a chain would have
     drafted, as far as the tree holds it. The accepted ones show how far a chain would have got.
@@ -159,13 +165,10 @@ class Accepted:
     packed_BX: (
         Tensor  # [B, S + 4]: tokens, -1 after the end; nodes drafted; first choices; accepted first choices
     )
-    page_BS: Tensor  # where the entries belong
-    offset_BS: Tensor
-    source_page_BS: Tensor  # where verify wrote them
-    source_offset_BS: Tensor
+    place_BS: Tensor  # where the entries belong
+    source_place_BS: Tensor  # where verify wrote them
     next_token_BS: Tensor  # the emitted tokens, 0 after the end
-    next_page_BS: Tensor  # where the draft's entries of them belong, one position further
-    next_offset_BS: Tensor
+    next_place_BS: Tensor  # where the draft's entries of them belong, one position further
     next_position_BS: Tensor
 
     @property

@@ -89,9 +89,11 @@ def test_rotary_store_kv(page_size: int, heads: int, kv_heads: int) -> None:
     position_T = torch.tensor([3, 4, 9, 0, 49, 7, 7, 8, 20, 21])
     cache = draws(pages, 2, page_size, kv_heads, size, seed=3)
     expected = cache.clone()
-    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(1))[:tokens]
-    page_T, offset_T = slots // page_size, slots % page_size
-    q = rotary_store_kv(qkv, table, position_T, kv_heads, cache, page_T, offset_T)
+    generator = torch.Generator().manual_seed(1)
+    place_T = torch.randperm(pages * page_size, generator=generator)[:tokens]
+    pages_BM = torch.randperm(pages, generator=generator).view(2, -1)
+    page_T, offset_T = pages_BM.view(-1)[place_T // page_size], place_T % page_size
+    q = rotary_store_kv(qkv, table, position_T, kv_heads, cache, pages_BM, place_T)
     turned = apply_rotary(given[:, : heads + kv_heads], table[position_T])
     for i in range(tokens):
         expected[page_T[i], 0, offset_T[i]] = turned[i, heads:]
@@ -102,7 +104,7 @@ def test_rotary_store_kv(page_size: int, heads: int, kv_heads: int) -> None:
 
 def test_store_kv() -> None:
     cache, kv = torch.zeros(4, 2, 2, 1, 3, dtype=torch.float64), draws(2, 2, 1, 3)
-    store_kv(cache, kv, torch.tensor([3, 0]), torch.tensor([1, 0]))
+    store_kv(cache, kv, torch.tensor([[2], [3]]), torch.tensor([3, -1]))  # -1: page 0
     assert torch.equal(cache[3, :, 1], kv[0])
     assert torch.equal(cache[0, :, 0], kv[1])
     assert int((cache != 0).sum()) == 12

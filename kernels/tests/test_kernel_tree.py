@@ -43,7 +43,7 @@ def tree_of(
     parent_T, slot_T, local_T = packed
     path_TA = token_T[:, None].expand(-1, levels)
     return Tree(
-        token_T, parent_T, slot_T, slot_T, local_T, *masks, *[local_T] * 3, path_TA, local_T, is_chain=False
+        token_T, parent_T, slot_T, slot_T, local_T, *masks, *[local_T] * 2, path_TA, local_T, is_chain=False
     )
 
 

@@ -122,23 +122,24 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
     frequencies = torch.logspace(0, -2, head_dim // 2, dtype=torch.float64)
     table = reference_rotary.rotary_table(frequencies, 50, 1.3, dtype).to(device)
     rope = table, torch.tensor([0, 49, 7, 7], device=device)
-    slots = torch.tensor([page_size + 3, 190, 1, 77], device=device).clamp(max=pages * page_size - 1)
-    page, offset = slots // page_size, slots % page_size
+    place = torch.tensor([page_size + 3, 190, 1, 77], device=device).clamp(max=pages * page_size - 1)
+    table_BM = torch.randperm(pages, device=device)[None]
+    where = table_BM, place
     expected_qkv, expected_cache = qkv.clone(), cache.clone()
-    expected = reference_rotary.rotary_store_kv(expected_qkv, *rope, kv_heads, expected_cache, page, offset)
+    expected = reference_rotary.rotary_store_kv(expected_qkv, *rope, kv_heads, expected_cache, *where)
     unread, unread_cache = qkv.clone(), cache.clone()
-    found = rotary.rotary_store_kv(unread, *rope, kv_heads, unread_cache, page, offset, keys=False)
+    found = rotary.rotary_store_kv(unread, *rope, kv_heads, unread_cache, *where, keys=False)
     assert_close(found, expected)
     assert_close(unread_cache, expected_cache)
     assert torch.equal(unread[:, heads:], qkv[:, heads:])
-    found = rotary.rotary_store_kv(qkv, *rope, kv_heads, cache, page, offset)
+    found = rotary.rotary_store_kv(qkv, *rope, kv_heads, cache, *where)
     assert found.shape == (tokens, heads, head_dim)
     assert found.data_ptr() == qkv.data_ptr() or heads == 0
     assert_close(found, expected)
     assert_close(qkv, expected_qkv)
     assert_close(cache, expected_cache)
     untouched = torch.ones(pages, page_size, dtype=torch.bool, device=device)
-    untouched[page, offset] = False
+    untouched[table_BM[0, place // page_size], place % page_size] = False
     kept = [x.transpose(1, 2)[untouched] for x in (cache, expected_cache)]
     assert torch.equal(*kept), "nothing else has changed"
 
@@ -148,16 +149,16 @@ def test_keys_and_values_are_rounded_before_anybody_reads_them(draw) -> None:
     scales, kv_heads = KVScales(0.3, 0.011), 2
     qkv, table = draw(5, 3 + 2 * kv_heads, 32), draw(9, 2, 32)
     qkv[0, -1, :3] = torch.tensor([1e6, -1e6, 1e-9])  # beyond the largest and below the smallest
-    at = torch.tensor([3, 1, 4, 2, 5], device=qkv.device)
+    at, pages = torch.tensor([3, 1, 4, 2, 5], device=qkv.device), torch.arange(6, device=qkv.device)[None]
     plain, cache = qkv.clone(), qkv.new_zeros(6, 2, 1, kv_heads, 32)
-    q_TND = rotary.rotary_store_kv(plain, table, at, kv_heads, cache, at, 0 * at)
+    q_TND = rotary.rotary_store_kv(plain, table, at, kv_heads, cache, pages, at)
     inverse = torch.tensor([1 / scales.key, 1 / scales.value], device=qkv.device)[:, None, None]
     wide = plain[:, 3:].float().unflatten(1, (2, kv_heads)) * inverse
     expected = wide.clamp(-448, 448).to(torch.float8_e4m3fn).to(qkv.dtype)
     for function in (rotary.rotary_store_kv, reference_rotary.rotary_store_kv):
         for keys in (True, False):
             given, stored = qkv.clone(), cache.to(torch.float8_e4m3fn)
-            found = function(given, table, at, kv_heads, stored, at, 0 * at, keys, scales)
+            found = function(given, table, at, kv_heads, stored, pages, at, keys, scales)
             assert_close(found, q_TND)
             if function is reference_rotary.rotary_store_kv:  # whose sums are rounded in another way
                 torch.testing.assert_close(stored[at, :, 0].to(qkv.dtype), expected, atol=2**-9, rtol=0.13)
@@ -172,11 +173,12 @@ def test_rotary_of_no_tokens_and_of_a_shared_slot(draw) -> None:
     cache, qkv, table = draw(3, 2, 4, 2, 32), draw(3, 6, 32), draw(1, 2, 32)
     given = cache.clone()
     zeros = torch.zeros(3, dtype=torch.int64, device=cache.device)
+    pages = torch.tensor([[2, 1]], device=cache.device)
     expected = reference_rotary.apply_rotary(qkv[:, :2], table[zeros])
     none = zeros[:0]
-    assert rotary.rotary_store_kv(qkv[:0], table, none, 2, cache, none, none).shape == (0, 2, 32)
+    assert rotary.rotary_store_kv(qkv[:0], table, none, 2, cache, pages, none).shape == (0, 2, 32)
     assert torch.equal(cache, given)
-    assert_close(rotary.rotary_store_kv(qkv, table, zeros, 2, cache, zeros, zeros), expected)
+    assert_close(rotary.rotary_store_kv(qkv, table, zeros, 2, cache, pages, zeros - 1), expected)
     assert torch.equal(cache[1:], given[1:])
     assert torch.equal(cache[0, :, 1:], given[0, :, 1:])
 
@@ -191,8 +193,9 @@ def test_rotary_beyond_two_to_the_31() -> None:
     table = torch.randn(2, 2, head_dim, dtype=torch.float16, device="cuda")
     position = torch.arange(2, device="cuda")
     page, offset = torch.tensor([69_999, 65_537], device="cuda"), torch.tensor([15, 3], device="cuda")
+    where = torch.arange(pages, device="cuda")[None], page * page_size + offset
     key, value = qkv[:, 12:20].clone(), qkv[:, 20:].clone()
-    rotary.rotary_store_kv(qkv, table, position, kv_heads, cache, page, offset)
+    rotary.rotary_store_kv(qkv, table, position, kv_heads, cache, *where)
     assert torch.equal(cache[page, 1, offset], value)
     assert_close(cache[page, 0, offset], reference_rotary.apply_rotary(key, table))
 

@@ -128,7 +128,7 @@ def test_who_reads_before_it_waits() -> None:
     }
     assert {name: read for name, read in early.items() if read} == {
         "work_of": {"length_B", "q_start"},  # of _attend_kernel
-        "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
+        "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "request_of": {"rows"},
         "_entry": {"column"},  # of the sampling table, for request_of
@@ -183,7 +183,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     pages_RM, rope_P2D = torch.arange(6 * slots, device="cuda").view(slots, 6), draw(length + nodes, 2, size)
     rows_B, length_R = torch.arange(slots, device="cuda"), torch.full((slots,), length, device="cuda")
     position_T = length + ids_T % nodes
-    places = ids_T // nodes * 6 + position_T // 16, position_T % 16
+    place_T = ids_T // nodes * 96 + position_T
     q_start = torch.arange(0, tokens + 1, nodes, device="cuda")
     mask_T = (2 << ids_T % nodes) - 1
     levels = None if tokens % 3 else nodes  # a chain's keys stand at their positions, a tree's are gathered
@@ -203,7 +203,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
             # Programs that share tiles, or a launch that does not overlap.
             mixed = swap_ab_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
-            q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
+            q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, pages, place_T)
             tree = q_start, paths, nodes
             x = attend_nodes(q, cache, pages, length_B, *tree, workspace).flatten(1)
             if tokens < 16:  # where the later chains have other launches after each other

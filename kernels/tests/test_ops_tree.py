@@ -42,7 +42,7 @@ def assert_same_tree(actual: Tree, expected: Tree, slots: int, hole: int, rows_B
     spare = expected.slot_T == slots
     for field in dataclasses.fields(expected):
         one, other = getattr(actual, field.name), getattr(expected, field.name)
-        if field.name in ("q_start", "slot_T", "local_T", "page_T"):
+        if field.name in ("q_start", "slot_T", "local_T", "place_T"):
             assert torch.equal(one, other), (field.name, one, other)
         elif isinstance(other, Tensor):
             assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
@@ -283,7 +283,7 @@ def accept_both(batch: Batch, tree: Tree, expected_tree: Tree, chosen_T: Tensor)
     for field in dataclasses.fields(expected):
         one, other = getattr(actual, field.name), getattr(expected, field.name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
-        if field.name in ("path_BS", "count_B", "packed_BX", "next_token_BS") or "page" in field.name:
+        if field.name in ("path_BS", "count_B", "packed_BX", "next_token_BS") or "place" in field.name:
             assert torch.equal(one, other), (field.name, one, other)
         else:
             assert torch.equal(one[live_BS], other[live_BS]), (field.name, one, other)
@@ -319,8 +319,8 @@ def test_whole_steps(k: int, levels: int, page_size: int, device: str) -> None:
         pages = int(batch.pages_BM.max()) + 1
         group = torch.randn(3, pages, 2, page_size, 2, 24, device=device).to(torch.bfloat16)
         groups = group.clone(), group.clone()
-        commit_reference.move_kv(groups[0], accepted)
-        commit.move_kv(groups[1], accepted)
+        commit_reference.move_kv(groups[0], accepted, batch.pages_BM)
+        commit.move_kv(groups[1], accepted, batch.pages_BM)
         assert torch.equal(groups[0][:, 1:], groups[1][:, 1:])
         assert trial == 0 or k == 1 or not torch.equal(groups[1], group)
         check_advance(batch, accepted, total, pages, device, penalized=trial > 0, featured=trial < 2)
@@ -377,17 +377,13 @@ def test_moves_whose_targets_are_sources(device: str) -> None:
     for slots, columns, heads, dim, dtype in ((2, 7, 8, 128, torch.bfloat16), (1, 63, 2, 40, torch.float32)):
         batch = Batch.random(slots, 16, device, ahead=70)
         zero = torch.zeros(slots, columns, dtype=torch.int64, device=device)
-        position = batch.length_B[:, None] + torch.arange(columns, device=device)
-        page, source = (batch.pages_BM.gather(1, (position + i) // 16) for i in range(2))
-        accepted = Accepted(
-            *(zero, zero[:, 0], zero),
-            *(page, position % 16, source, (position + 1) % 16),
-            *(zero, zero, zero, zero),
-        )
+        first = torch.arange(slots, device=device) * batch.slots.capacity
+        place = (first + batch.length_B)[:, None] + torch.arange(columns, device=device)
+        accepted = Accepted(*(zero, zero[:, 0], zero), *(place, place + 1), *(zero, zero, zero))
         group = torch.randn(2, int(batch.pages_BM.max()) + 1, 2, 16, heads, dim, device=device).to(dtype)
         expected = group.clone()
-        commit_reference.move_kv(expected, accepted)
-        commit.move_kv(group, accepted)
+        commit_reference.move_kv(expected, accepted, batch.pages_BM)
+        commit.move_kv(group, accepted, batch.pages_BM)
         assert torch.equal(group[:, 1:], expected[:, 1:])
 
 
@@ -416,7 +412,8 @@ def test_scores_that_are_not_finite(k: int, device: str) -> None:
             assert_same(grown, right)
             expected = right
         assert not grown.score_BW.isnan().any()
-        assert torch.isin(grown.page_N, batch.pages_BM).all()
+        slot = torch.arange(slots, device=device).repeat_interleave(k)
+        assert torch.equal(grown.place_N // batch.slots.capacity, slot)
         own = grown.pool_BW.sort(1).values
         assert ((own >= depth * k) & (own < k + depth * k * k)).all()
         assert (own.diff(dim=1) > 0).all()

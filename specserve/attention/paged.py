@@ -15,13 +15,13 @@ from specserve.layers.rotary import Rope
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """One pass: writes new keys and values to ``(page_T, offset_T)``, and attends as the plan says. ``first_layer``:
-    the pool index of the model's first layer."""
+    """One pass: writes new keys and values to their places, and attends as the plan says. ``first_layer``: the pool
+    index of the model's first layer."""
 
     pool: KVPool
     plan: Plan
-    page_T: Tensor
-    offset_T: Tensor
+    pages_BM: Tensor
+    place_T: Tensor
     first_layer: int = 0
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
@@ -29,16 +29,16 @@ class PagedAttend:
         layer, own = self.first_layer + ask.layer, self.plan.reads_own
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
         q_TND = rotary_store_kv(
-            qkv_TND, *ask.rope, heads, cache, self.page_T, self.offset_T, keys=own, scales=scales
+            qkv_TND, *ask.rope, heads, cache, self.pages_BM, self.place_T, keys=own, scales=scales
         )
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
         return self.plan.run(q_TND, cache, ask.softmax, kv_TND, scales).flatten(1)
 
 
 def store_projected(
-    pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, page_T: Tensor, offset_T: Tensor
+    pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, pages_BM: Tensor, place_T: Tensor
 ) -> None:
     """Rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that does not run. May change ``kv_TND`` in
     place."""
-    where = pool.layers[layer], page_T, offset_T
+    where = pool.layers[layer], pages_BM, place_T
     rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, keys=False, scales=pool.scales[layer])

@@ -61,8 +61,7 @@ class PromptTokens:
 
     token_T: Tensor
     position_T: Tensor
-    page_T: Tensor
-    offset_T: Tensor
+    place_T: Tensor
     q_start: Tensor  # [B + 1]
     end_B: Tensor
     next_B: Tensor  # the token that follows; undefined where the run is not final
@@ -85,7 +84,7 @@ class SlotState:
         """Process the prompts' tokens that no cached page covers, and the token chosen after each prompt. Short
         prompts are captured, with empty runs as padding."""
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Process the emitted tokens, also after steps without drafts, so that drafting can resume at any step. Return
         the features ``[T, feature size]`` of which the state keeps the last accepted one, or None."""
         return None

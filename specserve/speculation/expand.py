@@ -82,7 +82,7 @@ def attend_level(
         max_kv=view.max_length + 1 + depth * level.width,
     )
     plan = context.attention.plan_draft(frontier)
-    return PagedAttend(context.pool, plan, level.page_N, level.offset_N, first_layer)
+    return PagedAttend(context.pool, plan, view.slots.pages_BM, level.place_N, first_layer)
 
 
 def for_nodes(each_BX: Tensor, level: Level) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specserve_kernels import MAX_NODES, address, chain_masks, count_tokens
+from specserve_kernels import MAX_NODES, chain_masks, count_tokens
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Nodes, Plan
@@ -72,9 +72,9 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     index_T = torch.arange(len(chunks.token_T), device=chunks.token_T.device)
     local_T = index_T - chunks.q_start[chunks.slot_T]
     position_T = slots.length_B[chunks.slot_T] + local_T
-    page_T, offset_T = address(slots.pages_BM[chunks.slot_T], position_T, slots.page_size)
+    place_T = chunks.slot_T * slots.capacity + position_T
     plan = _plan(context, view, chunks, position_T, local_T)
-    attend = PagedAttend(context.pool, plan, page_T, offset_T)
+    attend = PagedAttend(context.pool, plan, slots.pages_BM, place_T)
     last_B = chunks.q_start[1:] - 1
     every = chunks.scored is not None or drafter.needs.last_layer
     batch = TokenBatch(chunks.token_T, position_T, attend, drafter.needs.taps, None if every else last_B)
@@ -88,8 +88,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     prompts = PromptTokens(
         token_T=chunks.token_T,
         position_T=position_T,
-        page_T=page_T,
-        offset_T=offset_T,
+        place_T=place_T,
         q_start=chunks.q_start,
         end_B=end_B,
         next_B=token_B,

@@ -89,7 +89,8 @@ def verify(context: Context, drafted: StepDraft) -> Verification:
         max_nodes=shape.max_nodes,
         max_kv=view.max_length + shape.max_nodes,
     )
-    attend = PagedAttend(context.pool, context.attention.plan_verify(nodes), tree.page_T, tree.offset_T)
+    plan = context.attention.plan_verify(nodes)
+    attend = PagedAttend(context.pool, plan, view.slots.pages_BM, tree.place_T)
     taps = context.drafter.needs.taps
     hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
     out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
@@ -119,8 +120,8 @@ def commit(context: Context, view: View, accepted: Accepted, states: TargetState
     at their final positions, as in chains. Entries after the accepted path go to the dummy page."""
     if not in_place:
         for group in context.pool.target_groups:
-            move_kv(group, accepted)
-    features_TH = context.drafter.commit(context, accepted, states)
+            move_kv(group, accepted, view.slots.pages_BM)
+    features_TH = context.drafter.commit(context, view, accepted, states)
     state = context.state
     counts_RV = state.sampling.counts if view.needs.penalties else None
     advance(accepted, view.slots, state.slots, features_TH, context.pool.page_feature, counts_RV)

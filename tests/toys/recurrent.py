@@ -84,7 +84,7 @@ class TextStateDrafter(Drafter):
 
         return expand(context, view, shape, sampling, None, forward)
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Pass over the root and the tokens accepted after it; the last emitted token is the next root."""
         assert states.nodes is not None
         tree, _ = states.nodes

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import Accepted, Level, Pool, address
+from specserve_kernels import Accepted, Level, Pool, Slots, first_places
 from torch import Tensor
 
 from specserve.attention.base import Frontier
@@ -58,8 +58,8 @@ class BlockDrafter(Drafter):
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens."""
-        where = prompts.page_T, prompts.offset_T
-        self._store(context.pool, self._head.past(states.tapped), prompts.position_T, where)
+        past_TH = self._head.past(states.tapped)
+        self._store(context.pool, view.slots, past_TH, prompts.position_T, prompts.place_T)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         head, states_LBH = self._head, self._run(context, view, shape.levels)
@@ -80,20 +80,20 @@ class BlockDrafter(Drafter):
         rate = confidence if head.config.confidence else None
         return expand(context, view, shape, sampling, self._vocab, forward, rate)
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Store the entries of the accepted nodes, the root included."""
         path_N = accepted.path_BS.flatten()
         past_NH = self._head.past([state_TH[path_N] for state_TH in states.tapped])
-        where = accepted.page_BS.flatten(), accepted.offset_BS.flatten()
-        self._store(context.pool, past_NH, accepted.next_position_BS.flatten() - 1, where)
+        position_N = accepted.next_position_BS.flatten() - 1
+        self._store(context.pool, view.slots, past_NH, position_N, accepted.place_BS.flatten())
         return None
 
     def _run(self, context: Context, view: View, levels: int) -> Tensor:
         """Run a block after each slot's text. Return the states of its first levels, ``[L, B, H]``."""
         slots, size = view.slots, self._head.config.block_size
         ahead_K = torch.arange(size, device=slots.length_B.device)
-        position_N = (slots.length_B[:, None] + ahead_K).flatten()
-        page_N, offset_N = address(slots.pages_BM.repeat_interleave(size, 0), position_N, slots.page_size)
+        position_BK = slots.length_B[:, None] + ahead_K
+        position_N, place_N = position_BK.flatten(), (first_places(slots)[:, None] + position_BK).flatten()
         frontier = Frontier(
             pages_BM=slots.pages_BM,
             prefix_B=slots.length_B + size,  # the whole block, for each of its tokens
@@ -101,12 +101,14 @@ class BlockDrafter(Drafter):
             scratch_BKA=position_N.view(-1, size, 1)[:, :, :0],
             max_kv=view.max_length + size,
         )
-        attend = PagedAttend(context.pool, context.attention.plan_draft(frontier), page_N, offset_N)
+        attend = PagedAttend(context.pool, context.attention.plan_draft(frontier), slots.pages_BM, place_N)
         states_NH: Tensor = self._head(slots.root_B, position_N, attend)
         return self._head.scored(states_NH)[:, :levels].transpose(0, 1).contiguous()
 
-    def _store(self, pool: KVPool, past_TH: Tensor, position_T: Tensor, where: tuple[Tensor, Tensor]) -> None:
-        """Write the entries of tokens at these positions to ``(pages, offsets)`` of all layers."""
+    def _store(
+        self, pool: KVPool, slots: Slots, past_TH: Tensor, position_T: Tensor, place_T: Tensor
+    ) -> None:
+        """Write the entries of tokens at these positions in all layers."""
         rope = Rope(self._head.rope_P2D, position_T)
         for number, kv_TND in enumerate(self._head.project_kv(past_TH)):
-            store_projected(pool, self._layer + number, kv_TND, rope, *where)
+            store_projected(pool, self._layer + number, kv_TND, rope, slots.pages_BM, place_T)

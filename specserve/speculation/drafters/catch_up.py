@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from specserve_kernels import Pool, address, chain_masks
+from specserve_kernels import Pool, Slots, chain_masks
 from torch import Tensor
 
 from specserve.attention.base import Nodes, Plan
@@ -116,7 +116,7 @@ class CatchUpDrafter(Drafter):
         live_T, slot_T = row_T < len(begin_B), row_T.clamp(max=len(begin_B) - 1)
         local_T = (index_T - q_start[row_T]).where(live_T, 0)
         position_T = (begin_B[slot_T] + local_T).where(live_T, 0)
-        page_T, offset_T = address(slots.pages_BM[slot_T], position_T, slots.page_size)
+        place_T = (slot_T * slots.capacity + position_T).where(live_T, -1)
         nodes = Nodes(
             pages_BM=slots.pages_BM,
             length_B=begin_B,
@@ -134,8 +134,8 @@ class CatchUpDrafter(Drafter):
         if masks:
             token_T = token_T.where(position_T < end_B[slot_T], mask_token)
         plan = context.attention.plan_verify(nodes)
-        attend = self._attend(context, plan, page_T.where(live_T, 0), offset_T)
+        attend = self._attend(context, plan, slots, place_T)
         return PassRows(TokenBatch(token_T, position_T, attend), slot_T, q_start)
 
-    def _attend(self, context: Context, plan: Plan, page_T: Tensor, offset_T: Tensor) -> PagedAttend:
-        return PagedAttend(context.pool, plan, page_T, offset_T, self._layer)
+    def _attend(self, context: Context, plan: Plan, slots: Slots, place_T: Tensor) -> PagedAttend:
+        return PagedAttend(context.pool, plan, slots.pages_BM, place_T, self._layer)

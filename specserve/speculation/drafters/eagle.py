@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specserve_kernels import Accepted, Level, Pool, address, store_page_features
+from specserve_kernels import Accepted, Level, Pool, Slots, first_places, store_page_features
 from torch import Tensor
 
 from specserve.attention.paged import store_projected
@@ -94,15 +94,13 @@ class EagleDrafter(Drafter):
         kept_RH, rows_B = context.state.slots.feature, view.slots.rows_B
         before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # the extra row serves empty runs
         before_XH[prompts.q_start[:-1]] = kept_RH[rows_B]
-        page_T = torch.where(prompts.position_T > 0, prompts.page_T, 0)
-        pool = context.pool
-        where = page_T, prompts.offset_T
-        self._store(pool, prompts.token_T, before_XH[:-1], None, prompts.position_T, where)
-        store_page_features(features_TH, prompts.page_T, prompts.offset_T, pool.page_feature, pool.page_size)
+        place_T = prompts.place_T.where(prompts.position_T > 0, -1)
+        pool, slots = context.pool, view.slots
+        self._store(pool, slots, prompts.token_T, before_XH[:-1], None, prompts.position_T, place_T)
+        store_page_features(features_TH, slots, prompts.place_T, pool.page_feature)
         last_BH = features_TH[prompts.q_start[1:] - 1]
-        page_B, offset_B = address(view.slots.pages_BM, prompts.end_B, pool.page_size)
-        where = page_B.where(prompts.final_B, 0), offset_B
-        self._store(pool, prompts.next_B, last_BH, None, prompts.end_B, where)
+        place_B = (first_places(slots) + prompts.end_B).where(prompts.final_B, -1)
+        self._store(pool, slots, prompts.next_B, last_BH, None, prompts.end_B, place_B)
         kept_RH[rows_B] = last_BH
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
@@ -118,32 +116,35 @@ class EagleDrafter(Drafter):
 
         return expand(context, view, shape, sampling, self.vocab, forward)
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Store the entries of the emitted tokens, each with the feature of the token before it."""
         features_TH = self.head.fuse(states.hidden_TH, states.tapped)
         self._store(
             context.pool,
+            view.slots,
             accepted.next_token_BS.flatten(),
             features_TH,
             accepted.path_BS.flatten(),
             accepted.next_position_BS.flatten(),
-            (accepted.next_page_BS.flatten(), accepted.next_offset_BS.flatten()),
+            accepted.next_place_BS.flatten(),
         )
         return features_TH
 
     def _store(
         self,
         pool: KVPool,
+        slots: Slots,
         tokens_N: Tensor,
         features_XH: Tensor,
         source_N: Tensor | None,
         positions_N: Tensor,
-        where: tuple[Tensor, Tensor],
+        place_N: Tensor,
     ) -> None:
-        """Write the final cache entries of (real feature, token) pairs at the tokens' ``(pages, offsets)``.
-        ``source_N`` None: each pair's feature is in its own row."""
+        """Write the final cache entries of (real feature, token) pairs at the tokens' places. ``source_N`` None: each
+        pair's feature is in its own row."""
         kv_N = self.head.project_kv(tokens_N, features_XH, source_N)
-        store_projected(pool, self._layer, kv_N, Rope(self.head.rope_P2D, positions_N), *where)
+        rope = Rope(self.head.rope_P2D, positions_N)
+        store_projected(pool, self._layer, kv_N, rope, slots.pages_BM, place_N)
 
 
 def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: TargetModel) -> Vocabulary | None:

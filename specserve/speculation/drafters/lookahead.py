@@ -126,7 +126,7 @@ class LookaheadDrafter(NgramDrafter):
         guess_BXD = torch.cat([given_BD[:, None], guess_BQD], 1)
         return best_of(guess_BXD, torch.cat([trust_BD[:, None], score_BQD], 1), sizes.guesses)
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Add the n-grams of the emitted tokens and, where the tree had the window, those of its columns."""
         assert states.nodes is not None
         tree, chosen_T = states.nodes

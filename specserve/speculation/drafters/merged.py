@@ -78,8 +78,8 @@ class MergedDrafter(Drafter):
         weighed = replace(text, scores_BP=text.scores_BP * (lookup_B1 / model_B1))
         return replace(merge_pools(own, weighed), parts=(own, text))
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        return self._model.commit(context, accepted, states)
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return self._model.commit(context, view, accepted, states)
 
     def observe(self, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
         if not tree.parts:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import Accepted, Pool, address
+from specserve_kernels import Accepted, Pool, Slots, address, first_places
 from torch import Tensor
 
 from specserve.kv.pool import KVPool
@@ -67,22 +67,23 @@ class PEagleDrafter(CatchUpDrafter):
         begin_B, end_B = (slots.length_B - MOST_LEVELS).clamp(min=1), slots.length_B.clamp(min=1)
         self._run(context, view, self._rows(context, view, begin_B, end_B, MOST_LEVELS, view.max_length))
         features_TH = self.head.fuse(states.hidden_TH, states.tapped)
-        pool.token_feature[prompts.page_T, prompts.offset_T] = features_TH
+        pool.token_feature[address(slots.pages_BM, prompts.place_T, pool.page_size)] = features_TH
         before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # the extra row serves empty runs
-        before_XH[prompts.q_start[:-1]] = _features_before(pool, slots.pages_BM, slots.length_B)
-        attend = self._attend(context, prompts.plan, prompts.page_T, prompts.offset_T)
+        before_XH[prompts.q_start[:-1]] = _features_before(pool, slots, first_places(slots), slots.length_B)
+        attend = self._attend(context, prompts.plan, slots, prompts.place_T)
         self.head(prompts.token_T, before_XH[:-1], prompts.position_T, attend)
         self._reached_R[slots.rows_B] = prompts.end_B
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return self._propose_levels(context, view, shape, sampling, self.head.config.mask_id)
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Store the features of the accepted nodes, including the root."""
         path_N = accepted.path_BS.flatten()
         tapped = [state_TH[path_N] for state_TH in states.tapped]
         features_NH = self.head.fuse(states.hidden_TH[path_N], tapped)
-        context.pool.token_feature[accepted.page_BS.flatten(), accepted.offset_BS.flatten()] = features_NH
+        where = address(view.slots.pages_BM, accepted.place_BS.flatten(), context.pool.page_size)
+        context.pool.token_feature[where] = features_NH
         return None
 
     def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
@@ -91,7 +92,8 @@ class PEagleDrafter(CatchUpDrafter):
     def _run(self, context: Context, view: View, rows: PassRows, end_B: Tensor | None = None) -> Tensor:
         """Run the layers and return the rows' states. PassRows from ``end_B`` on are masks."""
         batch, slot_T = rows.batch, rows.slot_T
-        features_TH = _features_before(context.pool, view.slots.pages_BM[slot_T], batch.positions_T)
+        first_T = slot_T * view.slots.capacity
+        features_TH = _features_before(context.pool, view.slots, first_T, batch.positions_T)
         if end_B is not None:
             known_T = batch.positions_T < end_B[slot_T]
             features_TH = features_TH.where(known_T[:, None], self._mask_1H)
@@ -104,7 +106,8 @@ class PEagleDrafter(CatchUpDrafter):
         return self.head.logits(hidden_NH)
 
 
-def _features_before(pool: KVPool, pages_XM: Tensor, position_X: Tensor) -> Tensor:
-    """Return the features ``[X, H]`` of the tokens before these positions; at position 0 they have no meaning."""
-    page_X, offset_X = address(pages_XM, (position_X - 1).clamp(min=0), pool.page_size)
-    return pool.token_feature[page_X, offset_X]
+def _features_before(pool: KVPool, slots: Slots, first_X: Tensor, position_X: Tensor) -> Tensor:
+    """Return the features ``[X, H]`` of the tokens before these positions, in slots whose places begin at ``first_X``.
+    At position 0 they have no meaning."""
+    place_X = first_X + (position_X - 1).clamp(min=0)
+    return pool.token_feature[address(slots.pages_BM, place_X, pool.page_size)]

@@ -47,7 +47,7 @@ class LastStateDrafter(Drafter):
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         context.state.slots.feature[view.slots.rows_B] = prompts.last_BH
 
-    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+    def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         return states.hidden_TH
 
 

@@ -78,7 +78,7 @@ class StandaloneDrafter(CatchUpDrafter):
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Run the prompts' tokens; the token that follows is left to the next step."""
-        attend = self._attend(context, prompts.plan, prompts.page_T, prompts.offset_T)
+        attend = self._attend(context, prompts.plan, view.slots, prompts.place_T)
         self._run(TokenBatch(prompts.token_T, prompts.position_T, attend, wanted_W=prompts.q_start[1:] - 1))
         self._reached_R[view.slots.rows_B] = prompts.end_B
 

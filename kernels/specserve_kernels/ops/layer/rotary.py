@@ -20,16 +20,17 @@ def rotary_store_kv(
     position_T: Tensor,
     num_kv_heads: int,
     cache: Tensor,
-    page_T: Tensor,
-    offset_T: Tensor,
+    pages_BM: Tensor,
+    place_T: Tensor,
     keys: bool = True,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Same as the reference. Tokens may be strided; everything else is contiguous. Of tokens that share a slot (on the
-    dummy page) any one's values remain. Positions, pages and offsets must not come from the launch right before this
-    one: see ``pdl``. Positions must be within the table; this is not checked."""
+    """Same as the reference. Tokens may be strided; everything else is contiguous. Of tokens that share a cell (on the
+    dummy page) any one's values remain. Positions, places and the page table must not come from the launch right before
+    this one: see ``pdl``. Positions must be within the rotary table; this is not checked."""
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
     assert cache.is_contiguous()
+    assert pages_BM.is_contiguous()
     assert rope_P2D.is_contiguous()
     tokens, heads, head_dim = qkv_TND.shape
     half = 1 << (head_dim // 2 - 1).bit_length()
@@ -39,8 +40,8 @@ def rotary_store_kv(
         rope_P2D,
         cache,
         position_T,
-        page_T,
-        offset_T,
+        pages_BM,
+        place_T,
         qkv_TND.stride(0),
         None if scales is None else 1 / scales.key,
         None if scales is None else 1 / scales.value,
@@ -57,14 +58,14 @@ def rotary_store_kv(
     return qkv_TND.narrow(1, 0, heads - 2 * num_kv_heads)
 
 
-@triton.jit(do_not_specialize=["position_ptr", "page_ptr", "offset_ptr"])
+@triton.jit(do_not_specialize=["position_ptr", "pages_ptr", "place_ptr"])
 def _rotary_store_kv_kernel(
     qkv_ptr,  # [T, Q + 2 * K, D]
     rope_ptr,  # [P, 2, D]
     cache_ptr,  # [pages, 2, PAGE, K, D]
     position_ptr,  # [T]
-    page_ptr,  # [T]
-    offset_ptr,  # [T]
+    pages_ptr,  # [B, M]
+    place_ptr,  # [T]
     stride,
     by_key,  # factors of keys and values that an FP8 cache stores; None: the cache has qkv's dtype
     by_value,
@@ -84,9 +85,10 @@ def _rotary_store_kv_kernel(
     inside = d < D // 2
 
     position = load_settled(position_ptr + t, True, 0).to(tl.int64)
-    page = load_settled(page_ptr + t, True, 0).to(tl.int64)
-    offset = load_settled(offset_ptr + t, True, 0).to(tl.int64)
-    to_ptr = cache_ptr + page * (2 * PAGE * K * D) + offset * (K * D)
+    place = load_settled(place_ptr + t, True, 0).to(tl.int64)
+    at = tl.maximum(place, 0)
+    page = load_settled(pages_ptr + at // PAGE, place >= 0, 0).to(tl.int64)
+    to_ptr = cache_ptr + page * (2 * PAGE * K * D) + at % PAGE * (K * D)
     take_turn(OVERLAP)
 
     mask = inside & (head < Q + 2 * K)

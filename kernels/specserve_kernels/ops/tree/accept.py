@@ -14,9 +14,8 @@ from specserve_kernels.types import MAX_NODES, Accepted, Slots, Tree
 def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
     length_B, columns = slots.length_B, tree.levels + 1
     batch = len(length_B)
-    fields = length_B.new_empty(9, batch, columns).unbind()
-    path, page, offset, source_page, source_offset, *following = fields
-    next_token, next_page, next_offset, next_position = following
+    fields = length_B.new_empty(6, batch, columns).unbind()
+    path, place, source_place, next_token, next_place, next_position = fields
     count, packed = length_B.new_empty(batch), length_B.new_empty(batch, columns + 3)
     _accept_kernel[(batch,)](
         tree.token_T,
@@ -26,21 +25,16 @@ def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
         tree.mask_T,
         tree.q_start,
         length_B,
-        slots.pages_BM,
         path,
         count,
         packed,
-        page,
-        offset,
-        source_page,
-        source_offset,
+        place,
+        source_place,
         next_token,
-        next_page,
-        next_offset,
+        next_place,
         next_position,
         columns,
-        slots.pages_BM.stride(0),
-        slots.page_size,
+        slots.capacity,
         NODES=MAX_NODES,
         SP=max(next_power_of_2(columns), 8),
         num_warps=2,
@@ -50,18 +44,15 @@ def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
         path_BS=path,
         count_B=count,
         packed_BX=packed,
-        page_BS=page,
-        offset_BS=offset,
-        source_page_BS=source_page,
-        source_offset_BS=source_offset,
+        place_BS=place,
+        source_place_BS=source_place,
         next_token_BS=next_token,
-        next_page_BS=next_page,
-        next_offset_BS=next_offset,
+        next_place_BS=next_place,
         next_position_BS=next_position,
     )
 
 
-@triton.jit(do_not_specialize=range(22))
+@triton.jit(do_not_specialize=range(17))
 def _accept_kernel(
     token_ptr,  # [T], as all up to mask_ptr
     chosen_ptr,
@@ -70,21 +61,16 @@ def _accept_kernel(
     mask_ptr,
     q_start_ptr,  # [B + 1]
     length_ptr,  # [B]
-    pages_ptr,  # [B, M]
     path_ptr,  # out [B, S + 1]
     count_ptr,  # out [B]
     packed_ptr,  # out [B, S + 4]
-    page_ptr,  # out [B, S + 1], as all below
-    offset_ptr,
-    source_page_ptr,
-    source_offset_ptr,
+    place_ptr,  # out [B, S + 1], as all below
+    source_place_ptr,
     next_token_ptr,
-    next_page_ptr,
-    next_offset_ptr,
+    next_place_ptr,
     next_position_ptr,
     columns,  # S + 1
-    pages_stride,
-    page_size,
+    capacity,  # places of a slot
     NODES: tl.constexpr,
     SP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -120,11 +106,7 @@ def _accept_kernel(
     path = tl.where(live, first + way, 0)
     chosen = tl.load(chosen_ptr + path, mask=live, other=-1)
     position = length + s
-    source = length + way
-    table = pages_ptr + b * pages_stride
-    page = tl.load(table + position // page_size, mask=live, other=0)
-    source_page = tl.load(table + source // page_size, mask=live, other=0)
-    next_page = tl.load(table + (position + 1) // page_size, mask=live, other=0)
+    place = b * capacity + position
     column = s < columns
     out = b * columns + s
     tl.store(path_ptr + out, path, mask=column)
@@ -134,11 +116,8 @@ def _accept_kernel(
     tl.store(packed + columns, nodes - 1)
     tl.store(packed + columns + 1, tl.sum(chain.to(tl.int64), axis=0) - 1)
     tl.store(packed + columns + 2, tl.sum(followed.to(tl.int64), axis=0) - 1)
-    tl.store(page_ptr + out, page, mask=column)
-    tl.store(offset_ptr + out, position % page_size, mask=column)
-    tl.store(source_page_ptr + out, source_page, mask=column)
-    tl.store(source_offset_ptr + out, source % page_size, mask=column)
+    tl.store(place_ptr + out, tl.where(live, place, -1), mask=column)
+    tl.store(source_place_ptr + out, tl.where(live, b * capacity + length + way, -1), mask=column)
     tl.store(next_token_ptr + out, tl.where(live, chosen, 0), mask=column)
-    tl.store(next_page_ptr + out, next_page, mask=column)
-    tl.store(next_offset_ptr + out, (position + 1) % page_size, mask=column)
+    tl.store(next_place_ptr + out, tl.where(live, place + 1, -1), mask=column)
     tl.store(next_position_ptr + out, position + 1, mask=column)

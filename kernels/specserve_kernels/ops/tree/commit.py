@@ -16,7 +16,7 @@ _TILE = 4096  # most elements that a program of move_kv holds
 _FEATURES = 2048  # feature columns of a program of advance
 
 
-def move_kv(group: Tensor, accepted: Accepted) -> None:
+def move_kv(group: Tensor, accepted: Accepted, pages_BM: Tensor) -> None:
     layers, _, parts = group.shape[:3]
     width = math.prod(group.shape[4:])
     slots, columns = accepted.path_BS.shape
@@ -24,14 +24,14 @@ def move_kv(group: Tensor, accepted: Accepted) -> None:
     block = min(next_power_of_2(width), _TILE // rows)
     _move_kernel[(slots, layers, parts * cdiv(width, block))](
         group,
-        accepted.page_BS,
-        accepted.offset_BS,
-        accepted.source_page_BS,
-        accepted.source_offset_BS,
+        accepted.place_BS,
+        accepted.source_place_BS,
+        pages_BM,
         columns,
         width,
         *group.stride()[:4],
         PARTS=parts,
+        PAGE=group.shape[3],
         SP=rows,
         BLOCK=block,
         **overlap(),
@@ -53,8 +53,8 @@ def advance(
         accepted.path_BS,
         accepted.count_B,
         accepted.packed_BX,
-        accepted.page_BS,
-        accepted.offset_BS,
+        accepted.place_BS,
+        slots.pages_BM,
         tables.feature if features_TH is None else features_TH,
         slots.rows_B,
         slots.length_B,
@@ -77,13 +77,12 @@ def advance(
     )
 
 
-@triton.jit(do_not_specialize=["page_ptr", "offset_ptr", "source_page_ptr", "source_offset_ptr", "columns"])
+@triton.jit(do_not_specialize=["place_ptr", "source_place_ptr", "pages_ptr", "columns"])
 def _move_kernel(
     group_ptr,  # [L, pages, PARTS, page size, width]
-    page_ptr,  # [B, S + 1], as all below
-    offset_ptr,
-    source_page_ptr,
-    source_offset_ptr,
+    place_ptr,  # [B, S + 1]
+    source_place_ptr,  # [B, S + 1]
+    pages_ptr,  # [B, M]
     columns,  # S + 1
     width,  # of a row
     layer_stride,
@@ -91,6 +90,7 @@ def _move_kernel(
     part_stride,
     offset_stride,
     PARTS: tl.constexpr,
+    PAGE: tl.constexpr,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -101,18 +101,20 @@ def _move_kernel(
     block = tl.program_id(2)
     s = tl.arange(0, SP)
     inside = s < columns
-    page = tl.load(page_ptr + b * columns + s, mask=inside, other=0)
-    offset = tl.load(offset_ptr + b * columns + s, mask=inside, other=0)
-    source_page = tl.load(source_page_ptr + b * columns + s, mask=inside, other=0)
-    source_offset = tl.load(source_offset_ptr + b * columns + s, mask=inside, other=0)
-    moves = (page != 0) & ((page != source_page) | (offset != source_offset))
+    place = tl.load(place_ptr + b * columns + s, mask=inside, other=-1)
+    source_place = tl.load(source_place_ptr + b * columns + s, mask=inside, other=-1)
+    moves = (place >= 0) & (place != source_place)
+    page = tl.load(pages_ptr + place // PAGE, mask=moves, other=0)
+    source_page = tl.load(pages_ptr + source_place // PAGE, mask=moves, other=0)
     x = (block // PARTS) * BLOCK + tl.arange(0, BLOCK)
     base = group_ptr + layer * layer_stride + (block % PARTS).to(tl.int64) * part_stride + x[None, :]
     mask = moves[:, None] & (x < width)[None, :]
-    value = tl.load(base + (source_page * page_stride + source_offset * offset_stride)[:, None], mask=mask)
+    value = tl.load(
+        base + (source_page * page_stride + source_place % PAGE * offset_stride)[:, None], mask=mask
+    )
     # One node's target may be another's source: all warps must read before any writes.
     tl.debug_barrier()
-    tl.store(base + (page * page_stride + offset * offset_stride)[:, None], value, mask=mask)
+    tl.store(base + (page * page_stride + place % PAGE * offset_stride)[:, None], value, mask=mask)
 
 
 @triton.jit(
@@ -121,8 +123,8 @@ def _move_kernel(
             "path_ptr",
             "count_ptr",
             "packed_ptr",
-            "page_ptr",
-            "offset_ptr",
+            "place_ptr",
+            "pages_ptr",
             "rows_ptr",
             "length_ptr",
             "root_ptr",
@@ -144,8 +146,8 @@ def _advance_kernel(
     path_ptr,  # [B, S + 1]
     count_ptr,  # [B]
     packed_ptr,  # [B, S + 4]
-    page_ptr,  # [B, S + 1]
-    offset_ptr,  # [B, S + 1]
+    place_ptr,  # [B, S + 1]
+    pages_ptr,  # [B, M]
     features_ptr,  # [T, H]
     rows_ptr,  # [B]
     length_ptr,  # [B]
@@ -187,6 +189,7 @@ def _advance_kernel(
             source = features_ptr + tl.load(path_ptr + at) * width + x
             if is_last:
                 tl.store(feature_ptr + row * width + x, tl.load(source, mask=x < width), mask=x < width)
-            if tl.load(offset_ptr + at) == page_size - 1:
-                target = page_feature_ptr + tl.load(page_ptr + at) * width + x
+            place = tl.load(place_ptr + at)
+            if place % page_size == page_size - 1:
+                target = page_feature_ptr + tl.load(pages_ptr + place // page_size) * width + x
                 tl.store(target, tl.load(source, mask=x < width), mask=x < width)

@@ -8,7 +8,6 @@ no value or alignment causes another variant to be compiled.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,18 +20,15 @@ from specserve_kernels.types import Level, Pool, Prediction, Slots, tree_pool_si
 
 def root_level(slots: Slots, pool: Pool) -> Level:
     batch, root_B = len(slots.rows_B), slots.root_B
-    page_B, offset_B, pool_B = torch.empty_like(root_B).new_empty(3, batch).unbind()
+    place_B, pool_B = root_B.new_empty(2, batch).unbind()
     score_B = pool.scores_BP.new_empty(batch)
     _root_kernel[(cdiv(batch, 128),)](
         slots.length_B,
-        slots.pages_BM,
-        page_B,
-        offset_B,
+        place_B,
         pool_B,
         score_B,
         batch,
-        slots.pages_BM.stride(0),
-        slots.page_size,
+        slots.capacity,
         BLOCK=128,
         **overlap(),
     )
@@ -42,8 +38,7 @@ def root_level(slots: Slots, pool: Pool) -> Level:
         source_N=slots.rows_B,
         rows_N=slots.rows_B,
         position_N=slots.length_B,
-        page_N=page_B,
-        offset_N=offset_B,
+        place_N=place_B,
         score_BW=score_B[:, None],
         pool_BW=pool_B[:, None],
         scratch_BWA=root_B1[:, :, None][:, :, :0],
@@ -63,8 +58,8 @@ def grow_level(
     k, depth = token_NC.shape[1], level.path_NA.shape[1]
     last = depth + 1 == pool.levels
     nodes = 0 if last else batch * k
-    numbers = token_NC.new_empty(7, nodes)
-    token, source, rows, position, page, offset, pool_index = numbers.unbind()
+    numbers = token_NC.new_empty(6, nodes)
+    token, source, rows, position, place, pool_index = numbers.unbind()
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
     padded = next_power_of_2(k * k)
@@ -83,7 +78,6 @@ def grow_level(
         pool.parents_BP,
         pool.scores_BP,
         slots.length_B,
-        slots.pages_BM,
         numbers,
         score,
         ancestors[0],
@@ -94,8 +88,7 @@ def grow_level(
         depth,
         tree_pool_size(depth, k),
         pool.scores_BP.shape[1],
-        slots.pages_BM.stride(0),
-        slots.page_size,
+        slots.capacity,
         int(last),
         PREDICTED=prediction is not None,
         K=k,
@@ -115,8 +108,7 @@ def grow_level(
         # it may follow right away where a drafter scores all levels at once.
         rows_N=level.rows_N if k == 1 else rows,
         position_N=position,
-        page_N=page,
-        offset_N=offset,
+        place_N=place,
         score_BW=score.view(batch, k),
         pool_BW=pool_index.view(batch, k),
         scratch_BWA=ancestors[0].view(batch, k, depth + 1),
@@ -124,17 +116,14 @@ def grow_level(
     )
 
 
-@triton.jit(do_not_specialize=range(9))
+@triton.jit(do_not_specialize=range(6))
 def _root_kernel(
     length_ptr,  # [B]
-    pages_ptr,  # [B, M]
-    page_ptr,  # out [B], as all below
-    offset_ptr,
+    place_ptr,  # out [B], as all below
     pool_ptr,
     score_ptr,
     slots,
-    pages_stride,
-    page_size,
+    capacity,  # places of a slot
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -142,9 +131,7 @@ def _root_kernel(
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < slots
     length = tl.load(length_ptr + b, mask=live, other=0)
-    page = tl.load(pages_ptr + b.to(tl.int64) * pages_stride + length // page_size, mask=live)
-    tl.store(page_ptr + b, page, mask=live)
-    tl.store(offset_ptr + b, length % page_size, mask=live)
+    tl.store(place_ptr + b, b.to(tl.int64) * capacity + length, mask=live)
     tl.store(pool_ptr + b, tl.full((BLOCK,), -1, tl.int64), mask=live)
     tl.store(score_ptr + b, tl.zeros((BLOCK,), tl.float32), mask=live)
 
@@ -183,7 +170,7 @@ def _forced_candidate(
     return predicted, tl.where(node >= 0, node * K + column, -1)
 
 
-@triton.jit(do_not_specialize=range(25))
+@triton.jit(do_not_specialize=range(23))
 def _grow_kernel(
     score_ptr,  # [B, W], of the level that was run
     pool_index_ptr,  # [B, W]
@@ -196,8 +183,7 @@ def _grow_kernel(
     pool_parents_ptr,  # [B, P]
     pool_scores_ptr,  # [B, P]
     length_ptr,  # [B]
-    pages_ptr,  # [B, M]
-    next_ptr,  # out [7, B, K]: token, source, rows, position, page, offset, pool index
+    next_ptr,  # out [6, B, K]: token, source, rows, position, place, pool index
     next_score_ptr,  # out [B, K]
     next_scratch_ptr,  # out [B, K, depth + 1]
     next_path_ptr,  # out [B, K, depth + 1]
@@ -207,8 +193,7 @@ def _grow_kernel(
     depth,
     first,  # pool index of the level's first candidate
     size,  # P
-    pages_stride,
-    page_size,
+    capacity,  # places of a slot
     last,
     PREDICTED: tl.constexpr,
     K: tl.constexpr,
@@ -264,15 +249,13 @@ def _grow_kernel(
         chosen = live & (rank < K)
         node = b * K + rank
         own = length + 1 + depth * K + rank
-        page = tl.load(pages_ptr + b * pages_stride + own // page_size, mask=chosen)
         position, index, whole = length + depth + 1, first + j, tl.zeros((JP,), tl.int64)
         values = (
             token,
             b * width + parent,
             row + whole,
             position + whole,
-            page,
-            own % page_size,
+            b * capacity + own,
             index + whole,
         )
         store_all(next_ptr, tl.num_programs(0) * K, node, values, chosen)

@@ -26,8 +26,7 @@ _NODE = (
     "depth_T",
     "mask_T",
     "position_T",
-    "page_T",
-    "offset_T",
+    "place_T",
 )
 """The fields that the second launch writes for every node, in order."""
 
@@ -72,7 +71,6 @@ def select_tree(
         slots.rows_B,
         root_B,
         slots.length_B,
-        slots.pages_BM,
         nodes,
         path_TA,
         q_start,
@@ -83,8 +81,7 @@ def select_tree(
         kept,
         total,
         levels,
-        slots.pages_BM.stride(0),
-        slots.page_size,
+        slots.capacity,
         pad_id,
         CHAIN=pool.is_chain,
         CP=next_power_of_2(kept + 1),
@@ -105,18 +102,15 @@ def select_tree(
 def single_nodes(slots: Slots) -> Tree:
     root_B = slots.root_B
     batch = len(root_B)
-    index, zero, one, page, offset = root_B.new_empty(5, batch + 1).unbind()
+    index, zero, one, place = root_B.new_empty(4, batch + 1).unbind()
     _single_kernel[(cdiv(batch + 1, 128),)](
         slots.length_B,
-        slots.pages_BM,
         index,
         zero,
         one,
-        page,
-        offset,
+        place,
         batch,
-        slots.pages_BM.stride(0),
-        slots.page_size,
+        slots.capacity,
         BLOCK=128,
         **overlap(),
     )
@@ -129,26 +123,22 @@ def single_nodes(slots: Slots) -> Tree:
         depth_T=zero[:batch],
         mask_T=one[:batch],
         position_T=slots.length_B,
-        page_T=page[:batch],
-        offset_T=offset[:batch],
+        place_T=place[:batch],
         path_TA=root_B[:, None][:, :0],
         q_start=index,
         is_chain=True,
     )
 
 
-@triton.jit(do_not_specialize=range(10))
+@triton.jit(do_not_specialize=range(7))
 def _single_kernel(
     length_ptr,  # [B]
-    pages_ptr,  # [B, M]
     index_ptr,  # out [B + 1], as all below
     zero_ptr,
     one_ptr,
-    page_ptr,
-    offset_ptr,
+    place_ptr,
     slots,
-    pages_stride,
-    page_size,
+    capacity,  # places of a slot
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -156,12 +146,10 @@ def _single_kernel(
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < slots
     length = tl.load(length_ptr + b, mask=live, other=0)
-    page = tl.load(pages_ptr + b.to(tl.int64) * pages_stride + length // page_size, mask=live)
     tl.store(index_ptr + b, b.to(tl.int64), mask=b <= slots)
     tl.store(zero_ptr + b, tl.zeros((BLOCK,), tl.int64), mask=live)
     tl.store(one_ptr + b, tl.full((BLOCK,), 1, tl.int64), mask=live)
-    tl.store(page_ptr + b, page, mask=live)
-    tl.store(offset_ptr + b, length % page_size, mask=live)
+    tl.store(place_ptr + b, b.to(tl.int64) * capacity + length, mask=live)
 
 
 @triton.jit(do_not_specialize=range(12))
@@ -223,7 +211,7 @@ def _count_from(key_ptr, head, count, bound, BLOCK: tl.constexpr):
     return tl.sum(found, axis=0)
 
 
-@triton.jit(do_not_specialize=range(23))
+@triton.jit(do_not_specialize=range(21))
 def _pack_kernel(
     tokens_ptr,  # [B, P]
     parents_ptr,  # [B, P]
@@ -234,7 +222,6 @@ def _pack_kernel(
     rows_ptr,  # [B]
     root_ptr,  # [B]
     length_ptr,  # [B]
-    pages_ptr,  # [B, M]
     node_ptr,  # out [_NODE, T]
     path_ptr,  # out [T, S]
     q_start_ptr,  # out [B + 1]
@@ -245,8 +232,7 @@ def _pack_kernel(
     kept_size,  # C
     total,  # T
     levels,  # S
-    pages_stride,
-    page_size,
+    capacity,  # places of a slot
     pad_id,
     CHAIN: tl.constexpr,
     CP: tl.constexpr,
@@ -273,13 +259,12 @@ def _pack_kernel(
         )
         kept = key_ptr + b * kept_size, index_ptr + b * kept_size, kept_size
         root = tl.load(root_ptr + b), tl.load(rows_ptr + b), tl.load(length_ptr + b)
-        pages = pages_ptr + b * pages_stride, page_size
         cut = bound, tied, ties
         path = path_ptr, levels, pad_id
-        _pack_slot(own, kept, root, pages, cut, (node_ptr, total), path, b, start_T, CHAIN, CP, AP)
+        _pack_slot(own, kept, root, capacity, cut, (node_ptr, total), path, b, start_T, CHAIN, CP, AP)
     else:
         last = tl.load(root_ptr), tl.load(rows_ptr + slots - 1), tl.load(length_ptr + slots - 1)
-        _fill_up(last, node_ptr, path_ptr, slots, start_T, total, levels, page_size, pad_id, CP, AP)
+        _fill_up(last, node_ptr, path_ptr, slots, start_T, total, levels, pad_id, CP, AP)
 
 
 @triton.jit
@@ -327,7 +312,7 @@ def _pack_slot(
     own,
     kept,
     root,
-    pages,
+    capacity,
     cut,
     nodes,
     path,
@@ -341,7 +326,6 @@ def _pack_slot(
     tokens_ptr, parents_ptr, depths_ptr, local_of_ptr = own
     key_ptr, index_ptr, kept_size = kept
     root_token, row, length = root
-    pages_ptr, page_size = pages
     bound, tied_before, ties = cut
     node_ptr, total = nodes
     path_ptr, levels, pad_id = path
@@ -358,8 +342,6 @@ def _pack_slot(
     token = tl.where(drafted, tl.load(tokens_ptr + index, mask=drafted, other=0), root_token)
     depth = tl.load(depths_ptr + index, mask=drafted, other=0)
     wide, whole = local.to(tl.int64), tl.zeros((CP,), tl.int64)
-    at = length + wide
-    page = tl.load(pages_ptr + at // page_size, mask=chosen)
     if CHAIN:
         parent = tl.maximum(local - 1, 0)
         mask = (tl.full((CP,), 2, tl.int64) << wide) - 1
@@ -383,7 +365,7 @@ def _pack_slot(
             node = tl.load(parents_ptr + node, mask=below, other=-1)
         above = tl.load(parents_ptr + index, mask=drafted, other=-1)
         parent = tl.load(local_of_ptr + above, mask=above >= 0, other=0)
-    place = length + depth, page, at % page_size
+    place = length + depth, b * capacity + length + wide
     node = token, start_T + parent, b + whole, row + whole, wide, depth, mask
     store_all(node_ptr, total, t, node + place, chosen)
 
@@ -397,12 +379,11 @@ def _fill_up(
     start_T,
     total,
     levels,
-    page_size,
     pad_id,
     CP: tl.constexpr,
     AP: tl.constexpr,
 ):
-    """Fill unused nodes with valid values that belong to no slot and write to page 0."""
+    """Fill unused nodes with valid values that belong to no slot."""
     token, row, length = last
     c, s = tl.arange(0, CP), tl.arange(0, AP)
     zero = tl.zeros((CP,), tl.int64)
@@ -410,7 +391,7 @@ def _fill_up(
     for first in range(start_T.to(tl.int32), total, CP):
         t = first + c
         spare = t < total
-        place = length + zero, zero, length % page_size + zero
+        place = length + zero, zero - 1
         node = token + zero, t + zero, slots + zero, row + zero, zero, zero, zero + 1
         store_all(node_ptr, total, t, node + place, spare)
         cells = spare[:, None] & (s < levels)[None, :]

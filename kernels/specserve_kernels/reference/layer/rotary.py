@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.tree.nodes import address
 from specserve_kernels.types import LARGEST_FP8, KVScales
 
 
@@ -28,8 +29,9 @@ def apply_rotary(x_TND: Tensor, rope_T2D: Tensor) -> Tensor:
     return torch.addcmul(x_TND * cos, x_TND.roll(half, -1), sin)
 
 
-def store_kv(cache: Tensor, kv_T2ND: Tensor, page_T: Tensor, offset_T: Tensor) -> None:
-    """Write keys and values into ``cache[page, (k, v), offset, head, D]`` at each token's page and offset."""
+def store_kv(cache: Tensor, kv_T2ND: Tensor, pages_BM: Tensor, place_T: Tensor) -> None:
+    """Write keys and values into ``cache[page, (k, v), offset, head, D]`` at each token's place."""
+    page_T, offset_T = address(pages_BM, place_T, cache.shape[2])
     cache[page_T, :, offset_T] = kv_T2ND.to(cache.dtype)
 
 
@@ -39,8 +41,8 @@ def rotary_store_kv(
     position_T: Tensor,
     num_kv_heads: int,
     cache: Tensor,
-    page_T: Tensor,
-    offset_T: Tensor,
+    pages_BM: Tensor,
+    place_T: Tensor,
     keys: bool = True,
     scales: KVScales | None = None,
 ) -> Tensor:
@@ -50,14 +52,14 @@ def rotary_store_kv(
     A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
     are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2D``: a rotary
     table, of which each token reads the row of its position (int64). ``qkv_TND`` is changed in place. Returns the
-    rotated queries, a view ``[T, q heads, D]``.
+    rotated queries, a view ``[T, q heads, D]``. ``place_T``: see ``types``; ``pages_BM``: the batch's page table.
     """
     qk_TND = qkv_TND[:, :-num_kv_heads]
     qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))
     kv_T2ND = qkv_TND[:, -2 * num_kv_heads :].unflatten(1, (2, num_kv_heads))
     if scales is not None:
         kv_T2ND.copy_(_rounded(kv_T2ND, scales))
-    store_kv(cache, kv_T2ND, page_T, offset_T)
+    store_kv(cache, kv_T2ND, pages_BM, place_T)
     return qkv_TND[:, : -2 * num_kv_heads]
 
 

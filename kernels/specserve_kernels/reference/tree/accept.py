@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.tree.nodes import address, first_children
+from specserve_kernels.reference.tree.nodes import first_children, first_places
 from specserve_kernels.types import Accepted, Slots, Tree
 
 
@@ -17,31 +17,21 @@ def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
     column_S = path_BS.new_ones(levels + 1).cumsum(0) - 1
     live_BS = column_S < count_B[:, None]
     position_BS = length_B[:, None] + column_S
-    pages_NM = slots.pages_BM.repeat_interleave(levels + 1, dim=0)
-
-    def place(position_BS: Tensor) -> tuple[Tensor, Tensor]:
-        page_N, offset_N = address(pages_NM, position_BS.flatten(), slots.page_size)
-        return page_N.view_as(live_BS).where(live_BS, 0), offset_N.view_as(live_BS)
-
+    first_place_B1 = first_places(slots)[:, None]
+    place_BS, source_BS = first_place_B1 + position_BS, length_B[:, None] + tree.local_T[path_BS]
     token_BS = chosen_T[path_BS].where(live_BS, -1)
     drafted_B1 = (tree.q_start.diff() - 1)[:, None]
     first_B1, followed_B1 = drafted_B1, count_B[:, None] - 1
     if not tree.is_chain:
         first_B1, followed_B1 = first_choices(tree, path_BS, live_BS)
-    page_BS, offset_BS = place(position_BS)
-    source_page_BS, source_offset_BS = place(length_B[:, None] + tree.local_T[path_BS])
-    next_page_BS, next_offset_BS = place(position_BS + 1)
     return Accepted(
         path_BS=path_BS,
         count_B=count_B,
         packed_BX=torch.cat([token_BS, drafted_B1, first_B1, followed_B1], dim=1),
-        page_BS=page_BS,
-        offset_BS=offset_BS,
-        source_page_BS=source_page_BS,
-        source_offset_BS=source_offset_BS,
+        place_BS=place_BS.where(live_BS, -1),
+        source_place_BS=(first_place_B1 + source_BS).where(live_BS, -1),
         next_token_BS=token_BS.clamp(min=0),
-        next_page_BS=next_page_BS,
-        next_offset_BS=next_offset_BS,
+        next_place_BS=(place_BS + 1).where(live_BS, -1),
         next_position_BS=position_BS + 1,
     )
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.tree.nodes import address
 from specserve_kernels.types import Accepted, Slots, SlotTables
 
 
-def move_kv(group: Tensor, accepted: Accepted) -> None:
+def move_kv(group: Tensor, accepted: Accepted, pages_BM: Tensor) -> None:
     """Move the accepted nodes' rows from where verify wrote them to their final places, in all layers and parts of
     ``group`` ``[L, pages, parts, page size, ...]``. All rows of a path are read before one is written."""
-    source = accepted.source_page_BS.flatten(), accepted.source_offset_BS.flatten()
-    target = accepted.page_BS.flatten(), accepted.offset_BS.flatten()
+    source, target = (
+        address(pages_BM, place_BS.flatten(), group.shape[3])
+        for place_BS in (accepted.source_place_BS, accepted.place_BS)
+    )
     group[:, target[0], :, target[1]] = group[:, source[0], :, source[1]]
 
 
@@ -32,13 +35,7 @@ def advance(
     last_B1 = accepted.count_B[:, None] - 1
     if features_TH is not None:
         feature_NH = features_TH[accepted.path_BS.flatten()]
-        store_page_features(
-            feature_NH,
-            accepted.page_BS.flatten(),
-            accepted.offset_BS.flatten(),
-            page_feature_PH,
-            slots.page_size,
-        )
+        store_page_features(feature_NH, slots, accepted.place_BS.flatten(), page_feature_PH)
         tables.feature[rows_B] = features_TH[accepted.path_BS.gather(1, last_B1).squeeze(1)]
     live_BS = accepted.token_BS >= 0
     _write_tokens(tables.tokens, rows_B[:, None], accepted.next_position_BS, accepted.token_BS, live_BS)
@@ -54,11 +51,10 @@ def _write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Te
     tokens_RC[rows, positions] = tokens.to(tokens_RC.dtype)
 
 
-def store_page_features(
-    features_NH: Tensor, page_N: Tensor, offset_N: Tensor, page_feature_PH: Tensor, page_size: int
-) -> None:
+def store_page_features(features_NH: Tensor, slots: Slots, place_N: Tensor, page_feature_PH: Tensor) -> None:
     """Store the features of tokens that end a page, from which drafting resumes after a prefix hit."""
-    ends_N = offset_N == page_size - 1
+    page_N, offset_N = address(slots.pages_BM, place_N, slots.page_size)
+    ends_N = offset_N == slots.page_size - 1
     page_feature_PH[page_N.where(ends_N, 0)] = features_NH
 
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.tree.nodes import address
+from specserve_kernels.reference.tree.nodes import first_places
 from specserve_kernels.reference.tree.prediction import force_predicted
 from specserve_kernels.types import Level, Pool, Prediction, Slots, tree_pool_size
 
 
 def root_level(slots: Slots, pool: Pool) -> Level:
     """Return the root's level. It is drafted from the state's features; its cache entry is final, at its own slot."""
-    page_B, offset_B = address(slots.pages_BM, slots.length_B, slots.page_size)
     root_B1 = slots.root_B[:, None]
     return Level(
         token_N=slots.root_B,
         source_N=slots.rows_B,
         rows_N=slots.rows_B,
         position_N=slots.length_B,
-        page_N=page_B,
-        offset_N=offset_B,
+        place_N=first_places(slots) + slots.length_B,
         score_BW=torch.zeros_like(root_B1, dtype=pool.scores_BP.dtype),
         pool_BW=torch.full_like(root_B1, -1),
         scratch_BWA=root_B1[:, :, None][:, :, :0],
@@ -65,7 +63,6 @@ def grow_level(
     parent_BK = child_BK // k
     token_BK = token_BJ.gather(1, child_BK)
     own_BK = (length_B[:, None] + depth * k) + length_B.new_ones(k).cumsum(0)
-    page_N, offset_N = address(slots.pages_BM.repeat_interleave(k, dim=0), own_BK.flatten(), slots.page_size)
     slot_B1 = torch.arange(batch, device=length_B.device)[:, None]
     source_N = (slot_B1 * width + parent_BK).flatten()
     return Level(
@@ -73,8 +70,7 @@ def grow_level(
         source_N=source_N,
         rows_N=level.rows_N[source_N],
         position_N=(length_B + depth + 1).repeat_interleave(k),
-        page_N=page_N,
-        offset_N=offset_N,
+        place_N=(first_places(slots)[:, None] + own_BK).flatten(),
         score_BW=score_BK,
         pool_BW=child_BK + first,
         scratch_BWA=torch.cat(

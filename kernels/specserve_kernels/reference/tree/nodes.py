@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.types import Tree
+from specserve_kernels.types import Slots, Tree
 
 
-def address(pages_NM: Tensor, position_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return page and offset of each position. ``pages_NM``: the page-table row of each position's slot."""
-    index_N1 = (position_N // page_size)[:, None]
-    return pages_NM.gather(1, index_N1).squeeze(1), position_N % page_size
+def first_places(slots: Slots) -> Tensor:
+    """Return the place of each slot's position 0, ``[B]`` int64."""
+    return torch.arange(len(slots.rows_B), device=slots.rows_B.device) * slots.capacity
+
+
+def address(pages_BM: Tensor, place_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return page and offset of each place; 0 and 0 of -1."""
+    within_N = place_N.clamp(min=0)
+    page_N = pages_BM.flatten()[within_N // page_size].where(place_N >= 0, 0)
+    return page_N, within_N % page_size
 
 
 def tree_masks(parent_T: Tensor, local_T: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.tree.nodes import address, chain_masks, path_tokens, tree_masks
+from specserve_kernels.reference.tree.nodes import chain_masks, first_places, path_tokens, tree_masks
 from specserve_kernels.types import Pool, Slots, SlotTables, Tree
 
 
@@ -40,7 +40,7 @@ def select_tree(
         depth_T, mask_T = tree_masks(parent_T, local_T, pool.levels)
     batch_T = slot_T.clamp(max=batch - 1)
     length_T = length_B[batch_T]
-    page_T, offset_T = address(slots.pages_BM[batch_T], length_T + local_T, slots.page_size)
+    place_T = first_places(slots)[batch_T] + length_T + local_T
     return Tree(
         token_T=token_T,
         parent_T=parent_T,
@@ -50,8 +50,7 @@ def select_tree(
         depth_T=depth_T,
         mask_T=mask_T,
         position_T=length_T + depth_T,
-        page_T=page_T.masked_fill(slot_T == batch, 0),
-        offset_T=offset_T,
+        place_T=place_T.masked_fill(slot_T == batch, -1),
         path_TA=path_tokens(token_T, parent_T, local_T, pool.levels, pad_id),
         q_start=q_start,
         is_chain=pool.is_chain,
@@ -64,7 +63,6 @@ def single_nodes(slots: Slots) -> Tree:
     root_B = slots.root_B
     index_B = torch.arange(len(root_B), device=root_B.device)
     zero_B = torch.zeros_like(index_B)
-    page_B, offset_B = address(slots.pages_BM, slots.length_B, slots.page_size)
     return Tree(
         token_T=root_B,
         parent_T=index_B,
@@ -74,8 +72,7 @@ def single_nodes(slots: Slots) -> Tree:
         depth_T=zero_B,
         mask_T=zero_B + 1,
         position_T=slots.length_B,
-        page_T=page_B,
-        offset_T=offset_B,
+        place_T=first_places(slots) + slots.length_B,
         path_TA=root_B[:, None][:, :0],
         q_start=torch.arange(len(root_B) + 1, device=root_B.device),
         is_chain=True,
