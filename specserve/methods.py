@@ -74,7 +74,8 @@ class DraftSettings:
     (with int8 activations) or fp8. ``token_map``: a file of the only tokens to draft, or the plan of a dynamic map.
     ``topk``: maximum number of candidates of a node in a fixed shape. ``tokenizer``: the directory of the target's.
     ``recalled``: tokens of earlier answers kept to propose from. ``datastore``: the file to propose from.
-    ``synthetic``: the rates of ``SyntheticAcceptance``, empty: drafts are compared with what the target chose."""
+    ``synthetic``: the rates of ``SyntheticAcceptance``, empty: drafts are compared with what the target chose.
+    ``random``: its weights are drawn instead of read."""
 
     name: str
     path: Path
@@ -87,6 +88,7 @@ class DraftSettings:
     recalled: int = 0
     datastore: Path | None = None
     synthetic: tuple[float, ...] = ()
+    random: bool = False
 
     @property
     def method(self) -> Method:

@@ -310,6 +310,8 @@ def test_no_tokenizer_is_fetched_that_is_not_read(fake: FakeHub, tmp_path: Path)
     fake.files["org/Model-1.0"] = ["config.json", "model.safetensors", "modeling_custom.py"]
     resolve_paths(Settings(model_path="org/Model-1.0", skip_tokenizer_init=True, trust_remote_code=True))
     assert fake.fetched[-1][3] == ["config.json", "model.safetensors"]
+    resolve_paths(Settings(model_path="org/Model-1.0", skip_tokenizer_init=True, load_format="dummy"))
+    assert fake.fetched[-1][3] == ["config.json"]
     assert resolve_paths(Settings(model_path=str(tmp_path), skip_tokenizer_init=True))[1] == {}
 
 

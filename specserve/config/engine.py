@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specserve.config.choices import DUMMY
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC, acceptance_rates, lookahead_of, shape_of
 from specserve.methods import ANY, Drafts, DraftSettings, MapPlan, method_of
@@ -111,6 +112,7 @@ def _draft(settings: Settings, tokenizer: Path) -> DraftSettings | None:
         tokenizer=tokenizer,
         recalled=settings.speculative_suffix_cache_tokens or 0,
         synthetic=acceptance_rates(settings),
+        random=settings.load_format == DUMMY,
         datastore=Path(settings.speculative_datastore) if settings.speculative_datastore else None,
     )
 

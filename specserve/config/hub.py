@@ -97,6 +97,7 @@ def tokenizer_files(names: Sequence[str], code: bool = False) -> list[str]:
 
 
 MODEL = Kind(model_files, (("config.json",), ("*.safetensors", "pytorch_model*.bin", f"*{_HEADS}")))
+SHAPE = Kind(tokenizer_files, (("config.json",),))
 TOKENIZER = Kind(tokenizer_files, (("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specserve.config import hub
+from specserve.config.choices import DUMMY
 from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC
@@ -164,6 +165,8 @@ class _Places:
         if not hub.is_id(repo.name):
             raise ValueError(f"{repo.flag}: {repo.name} does not exist")
         self.downloads.append(str(repo))
+        if kind is hub.MODEL and self.settings.load_format == DUMMY:
+            kind = hub.SHAPE
         local = hub.fetch(repo, kind, code=self.settings.trust_remote_code)
         self.notes[f"{repo.flag[2:].replace('-', '_')} = {local}: the hub's {repo}"] = CHOSEN
         return local

@@ -10,8 +10,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from specserve.config.notes import Notes
-from specserve.config.settings import FP8_KV, NO_OPS, ROUNDED, SETTINGS, Settings
+from specserve.config.choices import DUMMY, NO_OPS
+from specserve.config.notes import UNUSED, Notes
+from specserve.config.settings import FP8_KV, ROUNDED, SETTINGS, Settings
 from specserve.config.speculation import (
     resolve_slowdown,
     resolve_speculation,
@@ -33,7 +34,17 @@ def resolve(
     """
     notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
-    steps = (_dtype, _quantization, _attention, _kv_cache, _limits, _pool, _execution, _deterministic)
+    steps = (
+        _load_format,
+        _dtype,
+        _quantization,
+        _attention,
+        _kv_cache,
+        _limits,
+        _pool,
+        _execution,
+        _deterministic,
+    )
     for step in (*steps, resolve_speculation, resolve_slowdown, resolve_synthetic, resolve_token_map):
         settings = step(settings, model_config, notes)
     return settings, notes
@@ -49,6 +60,15 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
         return settings
     why = f"torch finds {'a' if has_cuda else 'no'} CUDA device"
     return settings.choose("device", "cuda" if has_cuda else "cpu", why, notes)
+
+
+def _load_format(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+    if settings.load_format in SETTINGS["load_format"].foreign:
+        why = ": the checkpoint's files decide, safetensors or pytorch_model.bin"
+        return settings.without(["load_format"], why, notes)
+    if settings.load_format == DUMMY:
+        notes["load_format = dummy: all weights are random, so texts mean nothing"] = UNUSED
+    return settings
 
 
 def _dtype(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from specserve.config import checks
+from specserve.config.choices import CALL_FORMATS, DUMMY, LOADERS, REASONING_FORMATS
 from specserve.config.declare import check_value, setting, settings_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.methods import MAX_NODES, METHOD_NAMES, NONE, Method, method_of, names_where
@@ -16,13 +17,6 @@ from specserve.methods import MAX_NODES, METHOD_NAMES, NONE, Method, method_of, 
 GROUPS = MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 model, server, engine, speculation = (partial(setting, group) for group in GROUPS)
 MAX_SLOTS = 65536  # limit of the attention kernels
-CALL_FORMATS = (
-    *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
-    *("llama3", "llama3_json", "mistral", "pythonic"),
-)
-REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
-NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
-"""Accepted from SGLang's commands and never read, because torch.compile is not used."""
 FP8_KV = "fp8_e4m3"
 ROUNDED = ("fp8", "int8", "int4")  # formats that weights can be quantized to at load
 _BUNDLED = names_where(lambda m: m.bundled is not None and not m.has_one_shape and m.copies == "none")
@@ -62,6 +56,13 @@ class Settings:
         "Maximum length of prompt plus answer, in tokens. Default: the model's max_position_embeddings, times the "
         "factor of a scaled rope.",
         low=2,
+    )
+    load_format: str = model(
+        "auto",
+        "auto: read weights from the checkpoint's files. dummy: draw random weights from config.json alone, for model "
+        "and draft, for benchmarks of a shape; texts mean nothing.",
+        choices=("auto", DUMMY),
+        foreign=LOADERS,
     )
     dtype: str = model(
         "auto",

@@ -61,9 +61,8 @@ _NO_EFFECT = _by_flag({
     "only text is read": (
         "limit-mm-per-prompt", "chat-template-content-format", "keep-mm-feature-on-device", "language-model-only"
     ),
-    "the checkpoint's files decide: safetensors or pytorch_model.bin": (
-        "load-format", "speculative-draft-load-format", "model-impl"
-    ),
+    "--load-format is also the draft's": ("speculative-draft-load-format",),
+    "there is one implementation of each architecture": ("model-impl",),
     "the tokenizer's files decide": ("tokenizer-mode", "tokenizer-worker-num"),
     "the only sampler is keyed by position, so that drafts never change the text": ("sampling-backend",),
     "requests are preempted if memory runs out, and continue later": ("schedule-conservativeness",),

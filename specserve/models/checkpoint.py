@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from specserve.layers.formats.fp8 import KV_SCALES
 from specserve.layers.weights import FLOATS, Projection
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, read_json
+from specserve.models.random_tensors import RandomTensors
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import model_class
 from specserve.models.tensor_files import TensorFiles
@@ -55,7 +55,9 @@ class _Stored:
         for part in self.parts:
             found.append({})
             for name, target in part.items():
-                each = target if self.on_meta and target.is_meta else files[rename(name)].view(target.shape)
+                each = target
+                if not (self.on_meta and target.is_meta):
+                    each = files.fill(rename(name), target, self.module)
                 found[-1][name.rpartition(".")[2]] = each
                 size += each.nbytes
         with torch.no_grad(), torch.inference_mode(inference):
@@ -111,7 +113,7 @@ def load_parameters(
     for each in stored:
         for name, target in itertools.chain.from_iterable(part.items() for part in each.parts):
             if not (each.on_meta and target.is_meta):
-                _check_tensor(files, rename(name), target)
+                files.check(rename(name), target)
     begin = time.perf_counter()
     with ThreadPoolExecutor(READERS, "weights") as readers:
         run = map if all(each.on_meta for each in stored) else readers.map
@@ -119,24 +121,13 @@ def load_parameters(
     if size:
         seconds = time.perf_counter() - begin
         log.info(
-            "%s: read %.2f GB in %.1f s, %.2f GB/s", files.path, size / 1e9, seconds, size / 1e9 / seconds
+            "%s: %s %.2f GB in %.1f s, %.2f GB/s",
+            files.path,
+            files.verb,
+            size / 1e9,
+            seconds,
+            size / 1e9 / seconds,
         )
-
-
-def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
-    if name not in files:
-        wanted = f"expected in {files.where}, of shape {list(target.shape)}"
-        raise ValueError(f"{files.path} has no tensor {name}: {wanted}")
-    found = files.header(name)
-    fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
-    if not fits and not math.prod(found.shape) == target.numel() == 1:
-        shapes = f"{list(found.shape)}, expected {list(target.shape)}"
-        raise ValueError(f"{files.file(name)}: tensor {name} has shape {shapes}")
-    accepted = DTYPES.values() if target.dtype in DTYPES.values() else [target.dtype]
-    accepted = [torch.int32, torch.int64] if name.endswith("g_idx") else accepted
-    if found.dtype not in accepted:
-        dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
-        raise ValueError(f"{files.file(name)}: tensor {name} has dtype {dtypes}")
 
 
 _INIT = (Tensor.uniform_, Tensor.normal_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
@@ -172,8 +163,12 @@ def load_target(
 ) -> TargetModel:
     """Load a target model from a Hugging Face directory. ``config`` replaces the directory's. Raises ValueError naming
     what does not fit."""
-    files = TensorFiles(model_path)
-    config = _with_head(config or load_model_config(model_path), model_path, files)
+    config = config or load_model_config(model_path)
+    if config.random is None:
+        files = TensorFiles(model_path)
+        config = _with_head(config, model_path, files)
+    else:
+        files = RandomTensors(model_path, {}, config.random)
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
         try:
@@ -240,7 +235,3 @@ def _warn_of_unread(model: TargetModel, known: Collection[str], files: TensorFil
     if unread:
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: no parameter reads %s%s", files.path, ", ".join(unread[:5]), more)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

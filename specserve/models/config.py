@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of a target model. ``ropes``: the rotary embeddings that layers choose from, the one of whole
-    attention first. ``notes`` say what was chosen while it was read."""
+    attention first. ``random``: the owner of weights that are drawn instead of read, None: they are read. ``notes`` say
+    what was chosen while it was read."""
 
     architecture: str
     vocab_size: int
@@ -36,6 +37,7 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str | None
     weights: WeightFormat = PLAIN
+    random: str | None = None
     notes: tuple[str, ...] = field(default=(), repr=False)
 
     def with_weights(self, weights: WeightFormat) -> ModelConfig:

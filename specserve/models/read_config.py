@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.formats import read_format
@@ -21,6 +22,7 @@ from specserve.models.config import (
     layer_config,
     read_json,
 )
+from specserve.models.random_tensors import random_format
 from specserve.models.registry import model_class
 from specserve.models.special_tokens import end_token
 from specserve.models.tensor_files import TensorFiles
@@ -33,9 +35,11 @@ _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq
 _POSITIVE = dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar"), 1)
 
 
-def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> ModelConfig:
+def load_model_config(
+    model_path: Path, tokenizer_path: Path | None = None, random: str | None = None
+) -> ModelConfig:
     """Read a target model's ``config.json``, and the end tokens that it, ``generation_config.json`` and the tokenizer
-    name together. ``tokenizer_path`` None: the model's own."""
+    name together. ``tokenizer_path`` None: the model's own. ``random`` as in ``ModelConfig``."""
     path = model_path / "config.json"
     fields = read_json(path)
     if isinstance(text := fields.get("text_config"), dict):  # beside a vision part
@@ -49,21 +53,21 @@ def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> M
     check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
     check({**_POSITIVE, **fields}, path, NUMBER, *_POSITIVE)
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
-    weights, layer = _weights(fields, path), layer_config(fields, path)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architectures[0],
         vocab_size=vocab_size,
-        layers=_layers(model, replace(layer, weights=weights), fields, path),
+        layers=_layers(model, layer_config(fields, path), fields, path),
         ropes=model.read_ropes(fields, path),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
         eos_token_ids=tuple(token for token in ends if 0 <= token < vocab_size),
         bos_token_id=fields.get("bos_token_id"),
         dtype=_dtype(fields, path),
-        weights=weights,
+        random=random,
         notes=(_end_note(ends, vocab_size),),
     )
+    return config.with_weights(_weights(config, fields, path))
 
 
 def _layers(
@@ -83,7 +87,7 @@ def _dtype(fields: Mapping[str, Any], path: Path) -> str | None:
     return given[0] if given else None
 
 
-def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
+def _weights(config: ModelConfig, fields: Mapping[str, Any], path: Path) -> WeightFormat:
     """Return the weight format from ``config.json``, or from the file that older tools wrote next to it."""
     given = fields.get("quantization_config") or fields.get("compression_config")
     for name, method in _SIDE_FILES.items():
@@ -93,6 +97,9 @@ def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
     if not given:
         return PLAIN
     try:
+        if config.random is not None:
+            with torch.device("meta"):
+                return random_format(given, model_class(config.architecture, path)(config, 1))
         return read_format(given, TensorFiles(path.parent).dtypes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

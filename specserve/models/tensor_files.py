@@ -7,6 +7,7 @@ every published variant of a draft head, and the text part of a vision-language 
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import re
 import zipfile
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from specserve.layers.weights import FLOATS
 from specserve.models.config import read_json
@@ -44,6 +45,8 @@ def canonical(name: str) -> str:
 class TensorFiles:
     """The tensors of a checkpoint directory by canonical name. Each safetensors tensor is mapped separately and
     released after use, so memory never holds a whole copy of the weights."""
+
+    verb = "read"
 
     def __init__(self, path: Path) -> None:
         """Raise ValueError for files that are missing or can't be read, and for a tensor that is there twice unless
@@ -82,13 +85,13 @@ class TensorFiles:
     def note_unread(self, known: Container[str], notes: list[str], prefix: str = "") -> None:
         """Note and log a draft's tensors that are not ``known``, because no parameter reads them: it may differ from
         what it seems. Only names that begin with ``prefix`` are a part of the draft."""
-        if unread := [name for name in self._files if name.startswith(prefix) and name not in known]:
+        if unread := [name for name in self.names() if name.startswith(prefix) and name not in known]:
             notes.append(f"draft tensors that are not read: {', '.join(unread)}")
             log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """Return each tensor's dtype, None unless it is one of ``FLOATS``, from the files' headers."""
-        found = {name: self.header(name).dtype for name in self._files}
+        found = {name: self.header(name).dtype for name in self.names()}
         return {name: dtype if dtype in FLOATS.values() else None for name, dtype in found.items()}
 
     def header(self, name: str) -> Header:
@@ -113,6 +116,26 @@ class TensorFiles:
         found = _open_safetensors(file).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
+
+    def check(self, name: str, target: Tensor) -> None:
+        """Raise ValueError naming the file if there is no tensor ``name`` that fits a parameter's ``target``."""
+        if name not in self:
+            wanted = f"expected in {self.where}, of shape {list(target.shape)}"
+            raise ValueError(f"{self.path} has no tensor {name}: {wanted}")
+        found = self.header(name)
+        fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
+        if not fits and not math.prod(found.shape) == target.numel() == 1:
+            shapes = f"{list(found.shape)}, expected {list(target.shape)}"
+            raise ValueError(f"{self.file(name)}: tensor {name} has shape {shapes}")
+        accepted = FLOATS.values() if target.dtype in FLOATS.values() else [target.dtype]
+        accepted = [torch.int32, torch.int64] if name.endswith("g_idx") else accepted
+        if found.dtype not in accepted:
+            dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
+            raise ValueError(f"{self.file(name)}: tensor {name} has dtype {dtypes}")
+
+    def fill(self, name: str, target: Tensor, module: nn.Module) -> Tensor:
+        """Return the tensor ``name`` in the shape of ``target``, which ``module`` takes."""
+        return self[name].view(target.shape)
 
 
 def weight_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -140,7 +163,10 @@ def weight_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
             return [path / stem], {}
     found = sorted(path.glob("*.safetensors")) or sorted(path.glob(HEADS))
     if not found:
-        raise ValueError(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin nor {HEADS}")
+        raise ValueError(
+            f"{path} has no weights: neither *.safetensors nor pytorch_model.bin nor {HEADS}; --load-format dummy "
+            "draws random ones, for models and for drafts of one layer"
+        )
     return found, {}
 
 
@@ -166,6 +192,10 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict):
         raise ValueError(f"{file} must hold a dictionary of tensors, found {type(state).__name__}")
     return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _words(error: Exception) -> str:

@@ -14,6 +14,7 @@ from specserve_kernels import KVScales
 from specserve.attention import ATTENTION, AttentionBackend
 from specserve.attention.torch import LANES
 from specserve.config import Settings, resolve, resolve_paths
+from specserve.config.choices import DUMMY
 from specserve.config.engine import EngineConfig
 from specserve.config.notes import CHOSEN, Notes, log_notes
 from specserve.config.sampling import resolve_sampling
@@ -85,7 +86,8 @@ def resolve_engine(
     assert given.model_path is not None
     assert given.tokenizer_path is not None
     try:
-        model = read_config.load_model_config(Path(given.model_path), Path(given.tokenizer_path))
+        random = "" if given.load_format == DUMMY else None
+        model = read_config.load_model_config(Path(given.model_path), Path(given.tokenizer_path), random)
     except ValueError as error:
         raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
@@ -312,13 +314,13 @@ def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:
     """Return the layers' specs in the KV cache's dtype; for FP8, with the scales of the checkpoint at ``path``. A draft
-    head inside the target's checkpoint does not use the target's scales."""
+    head inside the target's checkpoint does not use the target's scales; random weights have none."""
     if config.kv_cache_dtype != FP8_KV or not specs:
-        if whose == "target" and has_kv_scales(path):
+        if whose == "target" and config.model.random is None and has_kv_scales(path):
             log.info("the checkpoint's KV scales are unused: --kv-cache-dtype %s uses them", FP8_KV)
         return specs
-    inside = whose == "draft" and path == config.model_path
-    scales = [None] * len(specs) if inside else read_kv_scales(path, len(specs))
+    unscaled = config.model.random is not None or (whose == "draft" and path == config.model_path)
+    scales = [None] * len(specs) if unscaled else read_kv_scales(path, len(specs))
     scaled = sum(each is not None for each in scales)
     log.info("%s: FP8 KV cache, %d of %d layers with scales in the checkpoint", whose, scaled, len(scales))
     return [spec.in_fp8(each or KVScales()) for spec, each in zip(specs, scales, strict=True)]

@@ -192,7 +192,8 @@ def list_file(job: CompileJob) -> Path:
         [file.stat().st_size for file in files if file.name != "config.json"],
     )
     digest.update(repr(parts).encode())
-    for tensors in map(TensorFiles, (config.model_path, *drafts)):
+    read = (config.model_path, *drafts) if config.model.random is None else ()
+    for tensors in map(TensorFiles, read):
         digest.update(repr(sorted(tensors.dtypes().items())).encode())
         for name in sorted(name for name in tensors.names() if name.endswith("g_idx")):
             digest.update(tensors[name].numpy().tobytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specserve.config import Settings, resolve_paths
-from specserve.config.settings import CALL_FORMATS, REASONING_FORMATS
+from specserve.config.choices import CALL_FORMATS, REASONING_FORMATS
 from specserve.frontend.parsers.registry import FORMATS, choose_format
 
 

@@ -223,7 +223,7 @@ def test_all_wrong_flags_are_told_at_once() -> None:
 def test_flags_of_other_servers_that_change_nothing() -> None:
     """Those in the commands that people copy; each is told with its reason."""
     line = (
-        "--enable-metrics --cuda-graph-bs 1 2 4 --skip-server-warmup --load-format=auto --port 5 "
+        "--enable-metrics --cuda-graph-bs 1 2 4 --skip-server-warmup --model-impl=auto --port 5 "
         "--enable-auto-tool-choice --dtype half --attention-backend FA3 -tp 1 -dp 1 --pp-size=1"
     )
     found = load(line)
@@ -233,7 +233,7 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
         "--enable-metrics",
         "--cuda-graph-bs",
         "--skip-server-warmup",
-        "--load-format",
+        "--model-impl",
         "--enable-auto-tool-choice",
         "--dp",
         "--pp-size",

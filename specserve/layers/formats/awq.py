@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from specserve_kernels import Numbers
@@ -46,6 +46,7 @@ class AwqLayout:
 
     group: int
     scales: torch.dtype = torch.float16
+    bits: ClassVar[int] = 4
 
     @property
     def words(self) -> str:

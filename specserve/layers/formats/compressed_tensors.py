@@ -26,6 +26,7 @@ from specserve.layers.formats.fp8 import (
 )
 from specserve.layers.formats.pack_quantized import PackQuantizedLayout
 from specserve.layers.formats.stored import (
+    ExcludedError,
     Layout,
     StoredWeights,
     check_left_out,
@@ -197,7 +198,7 @@ def _block(given: object) -> tuple[int, int]:
 
 
 def _layout_of(module: str, groups: Collection[_Group]) -> Layout:
-    """Return the layout of the group that matches a module best. Raises ValueError if none does."""
+    """Return the layout of the group that matches a module best. Raises ExcludedError if none does."""
     ranked = [
         (rank, group)
         for group in groups
@@ -205,7 +206,7 @@ def _layout_of(module: str, groups: Collection[_Group]) -> Layout:
         if (rank := _rank(module, target)) is not None
     ]
     if not ranked:
-        raise ValueError(f"no group of config_groups has {module}, which the files hold quantized")
+        raise ExcludedError(f"no group of config_groups has {module}, which the files hold quantized")
     return min(ranked, key=lambda item: item[0])[1].layout()
 
 

@@ -68,9 +68,9 @@ class StoredProjection(Projection):
     def __init__(self, layout: Layout, inputs: int, parts: Mapping[str, int], bias: bool) -> None:
         super().__init__()
         self.parts = parts
-        self._layout = layout
+        self.layout = layout
         self._dtype, self._device = torch.get_default_dtype(), torch.empty(0).device
-        self._inputs = inputs
+        self.inputs = inputs
         self.plain: Linear | None = None
         self.apart: Joined | None = None
         self._files = nn.ModuleList()
@@ -102,7 +102,7 @@ class StoredProjection(Projection):
         del self._files
         numbers = []
         for name, part in zip(self.parts, files, strict=True):
-            numbers.append(self._layout.numbers(part, self._device))
+            numbers.append(self.layout.numbers(part, self._device))
             scale_SG = numbers[-1].scale_SG
             if not scale_SG.is_meta and not scale_SG.isfinite().all():
                 raise ValueError(f"the scales of {name} must be finite numbers, found others")
@@ -135,7 +135,7 @@ class StoredProjection(Projection):
         """Keep each part separately: parts with different orders have no inputs in common."""
         pieces = []
         for (name, outputs), part, bias_O in zip(self.parts.items(), numbers, biases, strict=True):
-            piece = StoredProjection(self._layout, self._inputs, {name: outputs}, bias=False)
+            piece = StoredProjection(self.layout, self.inputs, {name: outputs}, bias=False)
             del piece._files
             piece._device, piece._dtype = self._device, self._dtype
             piece._hold([part], bias_O)
@@ -144,7 +144,7 @@ class StoredProjection(Projection):
 
     @property
     def packed(self) -> Packed:
-        inputs, step, rows = self._inputs, self._step, self._rows
+        inputs, step, rows = self.inputs, self._step, self._rows
         return Packed(self.values, self.scale, self.zero, inputs, step, rows, self.order)
 
     def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
@@ -346,8 +346,12 @@ def full_name(module: str) -> str:
     return module if module.startswith("lm_head") else f"model.{module}"
 
 
+class ExcludedError(ValueError):
+    """The configuration excludes a module whose tensors are quantized."""
+
+
 def check_left_out(modules: Collection[str], field: str, leaves_out: Callable[[str], bool]) -> None:
-    """Raise ValueError for a module that ``field`` excludes although its tensors are quantized."""
+    """Raise ExcludedError for a module that ``field`` excludes although its tensors are quantized."""
     for module in modules:
         if leaves_out(full_name(module)):
-            raise ValueError(f"{field} excludes {full_name(module)}, which the files hold quantized")
+            raise ExcludedError(f"{field} excludes {full_name(module)}, which the files hold quantized")

@@ -6,17 +6,14 @@ expected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-from specserve.methods import DraftSettings, method_of, names_like
+from specserve.methods import DraftSettings, names_like
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig
 from specserve.models.draft.block_source import check_window
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
-from specserve.models.draft.fields import parse_overrides
 from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.mtp import MTPHead
 from specserve.models.draft.p_eagle import PEagleHead
@@ -36,8 +33,7 @@ def load_head(
     draft: DraftSettings, target: TargetModel, prepare: Callable[[Reading, Head], None] | None = None
 ) -> LoadedDraft[Head]:
     """Load the head of a draft. ``prepare`` is called with it before it is quantized."""
-    overrides = parse_overrides(draft.config_override)
-    reading = open_draft(draft.path, draft.name, overrides, target.config)
+    reading = open_draft(draft, target.config)
     config, (reads, make_head) = reading.config(), _KINDS[reading.kind]
     parallel = reads is PEagleReading
     if parallel:
@@ -61,18 +57,15 @@ def load_head(
     return load_draft(draft, target, reading.source, make, reading.ids, loaded)
 
 
-def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target: ModelConfig) -> Reading:
-    """Open a directory with a head that ``algorithm`` runs. ``overrides`` replace fields of its config.
-
-    Raises ValueError if it is unreadable or holds another kind of head.
-    """
-    source = open_source(path, overrides)
-    kind, method = "MTP" if source.is_mtp else _eagle_kind(source), method_of(algorithm)
-    if method is None or kind not in method.heads:
-        fitting = " or ".join(names_like(algorithm, lambda method: kind in method.heads))
+def open_draft(draft: DraftSettings, target: ModelConfig) -> Reading:
+    """Open the directory of a head. Raises ValueError if it is unreadable or holds another kind of head."""
+    source = open_source(draft)
+    kind = "MTP" if source.is_mtp else _eagle_kind(source)
+    if kind not in draft.method.heads:
+        fitting = " or ".join(names_like(draft.name, lambda method: kind in method.heads))
         article = "a" if kind == "P_EAGLE" else "an"
         raise ValueError(
-            f"{path} holds {article} {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"
+            f"{draft.path} holds {article} {kind} head; --speculative-algorithm is {draft.name}, expected {fitting}"
         )
     return _KINDS[kind][0](source, target)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from specserve.layers.rotary import rope_fields
+from specserve.methods import DraftSettings
 from specserve.models.config import OBJECT, check, check_rope_fields, read_json
-from specserve.models.draft.fields import FIELDS, FLAG
+from specserve.models.draft.fields import FIELDS, FLAG, parse_overrides
 from specserve.models.draft.load import DraftSource
+from specserve.models.draft.random_head import random_head
 from specserve.models.tensor_files import TensorFiles
 
 _OUTSIDE_LAYER = (
@@ -122,13 +124,16 @@ class HeadSource(DraftSource):
         return FLAG if name in self.overrides else f"its config's {name}"
 
 
-def open_source(path: Path, overrides: Mapping[str, Any]) -> HeadSource:
-    """Read a directory. Raises ValueError if it is unreadable or names an unsupported kind of head."""
-    files, config = TensorFiles(path), read_json(path / "config.json")
+def open_source(draft: DraftSettings) -> HeadSource:
+    """Read a draft's directory. Raises ValueError if it is unreadable or names an unsupported kind of head."""
+    path, overrides = draft.path, parse_overrides(draft.config_override)
+    tensors = None if draft.random else TensorFiles(path)
+    config = read_json(path / "config.json")
     inner: dict[str, Any] = next((config[n] for n in _NESTED if isinstance(config.get(n), dict)), {})
     flat = {**config, **inner}
     check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
     check_rope_fields(flat, path / "config.json")
+    files = random_head(path, flat, draft.method.heads) if tensors is None else tensors
     prefix = "mtp_layers." if any(name.startswith("mtp_layers.") for name in files.names()) else ""
     source = HeadSource(files, _overridden(flat, overrides), overrides, prefix=prefix)
     _refuse_foreign(source)

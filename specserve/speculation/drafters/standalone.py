@@ -26,6 +26,7 @@ from specserve.models.checkpoint import load_target
 from specserve.models.config import read_json
 from specserve.models.draft.fields import refuse_overrides
 from specserve.models.draft.vocabulary import VocabMap, shared_tokens
+from specserve.models.read_config import load_model_config
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.catch_up import CatchUpDrafter, Window
 from specserve.speculation.expand import attend_level, expand
@@ -52,7 +53,8 @@ class StandaloneDrafter(CatchUpDrafter):
     def load(cls, draft: DraftSettings, target: TargetModel) -> StandaloneDrafter:
         """Load the model. Raises ValueError for one of other tokens."""
         refuse_overrides(draft.config_override, draft.name)
-        model = load_target(draft.path, target.dtype, target.device, target.max_positions)
+        config = load_model_config(draft.path, random="draft." if draft.random else None)
+        model = load_target(draft.path, target.dtype, target.device, target.max_positions, config)
         size, own = target.config.vocab_size, model.config.vocab_size
         assert draft.tokenizer is not None
         shared, why = shared_tokens(draft.tokenizer, draft.path, size, own)

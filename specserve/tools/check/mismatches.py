@@ -8,7 +8,7 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.methods import DraftSettings
 from specserve.models.config import ModelConfig
 from specserve.models.draft.eagle_family import open_draft
-from specserve.models.draft.fields import FLAG, KINDS, parse_overrides
+from specserve.models.draft.fields import FLAG, KINDS
 from specserve.models.read_config import end_tokens
 from specserve.tools.check.memory import expected_memory
 from specserve.tools.check.report import CheckReport
@@ -82,7 +82,7 @@ def _draft(draft: DraftSettings, config: EngineConfig, report: CheckReport) -> N
     """Check the draft. Anything that loading would refuse is a problem."""
     model, context = config.model, config.context_length
     try:
-        reading = open_draft(draft.path, draft.name, parse_overrides(draft.config_override), model)
+        reading = open_draft(draft, model)
     except ValueError as error:
         report.problems.append(f"draft: {error}")
         return
