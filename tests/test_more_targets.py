@@ -13,6 +13,8 @@ from specserve import SamplingParams
 from specserve.models.registry import ARCHITECTURES
 from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
+from tests.reference.gemma4 import LARGE, SMALL, draw_weights
+from tests.reference.gemma4 import SIZES as GEMMA4
 from tests.test_targets import BESIDE_VISION, COUNT, MAKERS, PROMPT, recorded_logits, their_logits
 
 SIZES = {
@@ -22,6 +24,9 @@ SIZES = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
+    "gemma 4, large": ("Gemma4", {**GEMMA4, **LARGE}),
+    "gemma 4, unified": ("Gemma4Unified", {**GEMMA4, **LARGE}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3 with windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 9}),
     "olmo 2": ("Olmo2", {"attention_bias": True}),
@@ -33,20 +38,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(params=list(CONFIGS))
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     family, fields = CONFIGS[request.param]
-    model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**SIZES, **fields)
-    )
-    draws = torch.Generator().manual_seed(1)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=draws)
-        weight.data = 1 + 0.2 * noise if "norm" in name else 0.2 * noise
+    text = "Text" if family.startswith("Gemma4") else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **fields})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    draw_weights(model)
     model.save_pretrained(tmp_path / "target")
     return tmp_path / "target"
 
 
 def test_every_architecture_is_compared() -> None:
     here = {f"{family}ForCausalLM" for family, _ in CONFIGS.values()}
-    assert {*MAKERS, BESIDE_VISION, *here} == {*ARCHITECTURES}
+    assert {*MAKERS, *BESIDE_VISION, *here} == {*ARCHITECTURES}
 
 
 def test_the_logits_and_tokens_of_transformers(target: Path) -> None:

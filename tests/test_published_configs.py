@@ -27,6 +27,14 @@ def gemma(**text: Any) -> dict[str, Any]:
     return {**names, "eos_token_id": [1, 106], "text_config": text, "torch_dtype": "bfloat16"}
 
 
+def gemma4(architecture: str = "Gemma4", **text: Any) -> dict[str, Any]:
+    kind = {"Gemma4": "gemma4", "Gemma4Unified": "gemma4_unified"}[architecture]
+    names = {"architectures": [f"{architecture}ForConditionalGeneration"], "model_type": kind}
+    if (layers := text["num_hidden_layers"]) % 5 == 0 and text.get("num_kv_shared_layers"):
+        text = {"layer_types": [*["sliding_attention"] * 4, "full_attention"] * (layers // 5), **text}
+    return {**names, "text_config": {"model_type": f"{kind}_text", **text}}
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma 3 1b": {
         "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
@@ -43,6 +51,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma 3 27b": gemma(
         head_dim=128, hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_hidden_layers=62,
         num_key_value_heads=16, query_pre_attn_scalar=168,
+    ),
+    "gemma 4 e2b": gemma4(
+        hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_key_value_heads=1,
+        num_kv_shared_layers=20, use_double_wide_mlp=True, final_logit_softcapping=30.0,
+    ),
+    "gemma 4 12b": gemma4(
+        "Gemma4Unified", hidden_size=3840, intermediate_size=15360, num_attention_heads=16, num_hidden_layers=48,
+        num_key_value_heads=8, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=30.0,
+    ),
+    "gemma 4 31b": gemma4(
+        hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_hidden_layers=60,
+        num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True, sliding_window=1024,
+        hidden_size_per_layer_input=0, max_position_embeddings=262144, use_bidirectional_attention="vision",
+    ),
+    "gemma 4, another last layer": gemma4(
+        num_hidden_layers=8, layer_types=["sliding_attention"] * 8, global_head_dim=256,
     ),
     "smollm3 3b": {
         "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
@@ -88,7 +112,7 @@ PUBLISHED |= {
 }
 PUBLISHED |= {
     f"{name}, written by transformers 5": {**PUBLISHED[name], "rewritten": True}
-    for name in ("gemma 3 1b", "gemma 3 12b", "olmo 3 7b")
+    for name in ("gemma 3 1b", "gemma 3 12b", "gemma 4 e2b", "gemma 4 12b", "gemma 4 31b", "olmo 3 7b")
 }
 
 
@@ -103,12 +127,18 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
     ours, theirs = load_model_config(tmp_path), theirs.get_text_config()
     family = import_module(f"transformers.models.{theirs.model_type.removesuffix('_text')}")
     modeling = import_module(f"{family.__name__}.modeling_{family.__name__.rpartition('.')[2]}")
-    (rotary,) = (each for key, each in vars(modeling).items() if key.endswith("RotaryEmbedding"))
+    (rotary,) = (
+        each
+        for key, each in vars(modeling).items()
+        if key.endswith("RotaryEmbedding") and "Vision" not in key
+    )
     table = rotary(theirs)
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
     rotates = getattr(theirs, "no_rope_layers", [1] * theirs.num_hidden_layers)
     assert len(ours.layers) == theirs.num_hidden_layers
-    for layer, kind, turns in zip(ours.layers, kinds, rotates, strict=True):
+    sharing = getattr(theirs, "kv_sharing_modes", [None] * theirs.num_hidden_layers)
+    for number, (layer, kind, turns) in enumerate(zip(ours.layers, kinds, rotates, strict=True)):
+        own = theirs.per_layer_config[number] if hasattr(theirs, "kv_sharing_modes") else theirs
         sizes = (
             layer.num_heads,
             layer.num_kv_heads,
@@ -116,12 +146,17 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
             layer.hidden_size,
             layer.intermediate_size,
         )
-        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-        heads = theirs.num_attention_heads, theirs.num_key_value_heads, head_dim
-        assert sizes == (*heads, theirs.hidden_size, theirs.intermediate_size)
+        head_dim = getattr(own, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        heads = theirs.num_attention_heads, own.num_key_value_heads, head_dim
+        reads = sharing[number] == "reuse"
+        wider = 2 if reads and theirs.use_double_wide_mlp else 1
+        assert sizes == (*heads, theirs.hidden_size, wider * theirs.intermediate_size)
+        kept = [n for n, mode in enumerate(sharing) if mode == "store" and kinds[n] == kind]
+        assert layer.reads == (kept[0] if reads else None)
+        assert layer.v_proj == (kind != "full_attention" or not getattr(theirs, "attention_k_eq_v", False))
         assert layer.rms_norm_eps == theirs.rms_norm_eps
         assert layer.softmax.window == (theirs.sliding_window if kind == "sliding_attention" else None)
-        scalar = getattr(theirs, "query_pre_attn_scalar", head_dim)
+        scalar = getattr(theirs, "query_pre_attn_scalar", 1 if "gemma4" in theirs.model_type else head_dim)
         assert (layer.softmax.scale or layer.head_dim**-0.5) == scalar**-0.5
         rope, prefix = ours.ropes[layer.rope], f"{kind}_" if hasattr(table, f"{kind}_inv_freq") else ""
         assert (rope == NO_ROPE) == (not turns)
@@ -130,6 +165,7 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
             torch.testing.assert_close(inverse_frequencies(rope, head_dim), expected, rtol=1e-6, atol=0)
             assert rope.scale == pytest.approx(getattr(table, f"{prefix}attention_scaling"))
     assert ours.vocab_size == theirs.vocab_size
+    assert ours.logit_cap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.longest_context[0] == ours.max_position_embeddings == theirs.max_position_embeddings
 

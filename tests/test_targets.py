@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from tests.engines import answer_all, make_scheduler
 from tests.reference import llama
 from tests.reference.doubles import float32_means_float64
 from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.gemma4 import make_gemma4
 from tests.reference.models import (
     LLAMA3_ROPE,
     YARN_ROPE,
@@ -66,7 +68,13 @@ def make_windows(path: Path, types: list[str], **options: Any) -> Path:
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BESIDE_VISION = "Gemma3ForConditionalGeneration"
+BESIDE_VISION: dict[str, Make] = {
+    "Gemma3ForConditionalGeneration": partial(make_gemma3, tied=False),
+    "Gemma4ForConditionalGeneration": partial(make_gemma4, tie_word_embeddings=False),
+    "Gemma4UnifiedForConditionalGeneration": partial(
+        make_gemma4, family="Gemma4Unified", tie_word_embeddings=False
+    ),
+}
 MAKERS: dict[str, Make] = {
     "LlamaForCausalLM": make_llama,
     "MistralForCausalLM": make_mistral,
@@ -155,44 +163,52 @@ def our_logits(path: Path, dtype: torch.dtype) -> Tensor:
     """Of ``TOKENS`` in one pass of the model by itself."""
     model = load_target(path, dtype, CPU, max_positions=len(TOKENS))
     with torch.no_grad():
-        hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), attend_all))
+        hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), DenseAttend()))
         return model.logits(hidden)
 
 
-def attend_all(ask: GroupedQuery) -> Tensor:
-    heads, length = ask.num_kv_heads, len(ask.qkv_TND)
-    qk_NTD, v_NTD = ask.qkv_TND.transpose(0, 1).split([ask.qkv_TND.shape[1] - heads, heads])
-    qk_NTD = apply_rotary(qk_NTD.transpose(0, 1), ask.rope.table_P2D[ask.rope.position_T]).transpose(0, 1)
-    q_NTD, k_NTD = qk_NTD.split([len(qk_NTD) - heads, heads])
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
-    if ask.softmax.window is not None:
-        seen &= torch.ones(length, length, dtype=torch.bool).triu(1 - ask.softmax.window)
-    how: dict[str, Any] = {"attn_mask": seen, "scale": ask.softmax.scale, "enable_gqa": True}
-    out_NTD = nn.functional.scaled_dot_product_attention(q_NTD, k_NTD, v_NTD, **how)
-    return out_NTD.transpose(0, 1).flatten(1)
+class DenseAttend:
+    """Of one text in one pass. Keeps keys and values of its layers for those that have only queries."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, ask: GroupedQuery) -> Tensor:
+        heads, length = ask.num_kv_heads, len(ask.qkv_TND)
+        q_TND, k_TND, v_TND = ask.qkv_TND.split([ask.qkv_TND.shape[1] - 2 * heads, heads, heads], 1)
+        rope_T2D = ask.rope.table_P2D[ask.rope.position_T]
+        if heads:
+            self.kept[ask.layer] = apply_rotary(k_TND, rope_T2D).transpose(0, 1), v_TND.transpose(0, 1)
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        if ask.softmax.window is not None:
+            seen &= torch.ones(length, length, dtype=torch.bool).triu(1 - ask.softmax.window)
+        how: dict[str, Any] = {"attn_mask": seen, "scale": ask.softmax.scale, "enable_gqa": True}
+        q_NTD = apply_rotary(q_TND, rope_T2D).transpose(0, 1)
+        out_NTD = nn.functional.scaled_dot_product_attention(q_NTD, *self.kept[ask.layer], **how)
+        return out_NTD.transpose(0, 1).flatten(1)
 
 
+@pytest.mark.parametrize("architecture", BESIDE_VISION)
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_the_text_part_of_a_vision_language_file(
-    prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    architecture: str, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = make_gemma3(tmp_path / "text", tied=False, eos=3)
+    path = BESIDE_VISION[architecture](tmp_path / "text")
+    change_config(path, eos_token_id=3)
     state, text = load_checkpoint(path)
     state = {name.replace("model.", prefix, 1): tensor for name, tensor in state.items()}
     state["language_model.lm_head.weight"] = state.pop(HEAD)
-    seen = ("vision_tower.vision_model.head.weight", "multi_modal_projector.norm.weight")
-    state |= {name: torch.zeros(2) for name in seen}
-    architectures = text.pop("architectures")
-    assert text["eos_token_id"] == 3
-    config = {"architectures": [BESIDE_VISION], "text_config": text, "vision_config": {}}
+    seen = "multi_modal_projector" if "Gemma3" in architecture else "embed_vision"
+    state |= {f"{name}.norm.weight": torch.zeros(2) for name in (seen, "vision_tower")}
+    assert text.pop("architectures") == [architecture.replace("ConditionalGeneration", "CausalLM")]
+    config = {"architectures": [architecture], "text_config": text, "vision_config": {}}
     both = save_checkpoint(tmp_path / "both", state, config, safetensors=True)
     with caplog.at_level(logging.INFO):
         found = our_logits(both, torch.float64)
     assert torch.equal(found, our_logits(path, torch.float64))
     assert "no parameter reads" not in caplog.text
-    assert "the text part alone: left out 2 tensors of multi_modal_projector, vision_tower" in caplog.text
+    assert f"the text part alone: left out 2 tensors of {seen}, vision_tower" in caplog.text
     assert load_model_config(both).eos_token_ids == (3,)
-    assert architectures == ["Gemma3ForCausalLM"]
 
 
 def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
@@ -215,8 +231,12 @@ class Copies(TorchDispatchMode):
 
 
 def test_no_tensor_is_made_of_numbers_in_a_pass(target: Path) -> None:
+    assert_makes_no_tensor(target)
+
+
+def assert_makes_no_tensor(target: Path) -> None:
     model = load_target(target, torch.bfloat16, CPU, max_positions=len(TOKENS))
-    batch = TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), attend_all)
+    batch = TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), DenseAttend())
     with torch.inference_mode():
         first, _ = model(batch)
         with Copies() as copies:

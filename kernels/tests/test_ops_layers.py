@@ -49,6 +49,15 @@ def test_norms(draw, tokens: int, width: int) -> None:
     assert torch.equal(residual, given[1])
 
 
+def test_norms_of_a_scaled_sum(draw) -> None:
+    x, residual, weight, scale = draw(3, 100), draw(3, 100), draw(100), draw(1)
+    out, total = norm.add_rms_norm(x, residual, weight, 1e-5, scale)
+    expected, expected_total = reference_norm.add_rms_norm(x, residual, weight, 1e-5, scale)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(expected_total, (x + residual) * scale)
+    assert_close(out, expected)
+
+
 def test_norms_of_embeddings(draw) -> None:
     embedding, weight = draw(11, 100), draw(100)
     tokens = torch.tensor([10, 0, 3, 3], device=weight.device)
@@ -181,6 +190,16 @@ def test_rotary_of_no_tokens_and_of_a_shared_slot(draw) -> None:
     assert_close(rotary.rotary_store_kv(qkv, table, zeros, 2, cache, pages, zeros - 1), expected)
     assert torch.equal(cache[1:], given[1:])
     assert torch.equal(cache[0, :, 1:], given[0, :, 1:])
+
+
+@pytest.mark.parametrize("scales", [None, KVScales(0.3, 0.2)])
+def test_rotary_of_queries_alone(draw, scales: KVScales | None) -> None:
+    cache, qkv, table, at = draw(6, 2, 1, 2, 32), draw(5, 3, 32), draw(9, 2, 32), torch.arange(5)
+    at, given, pages = at.to(cache.device), cache.clone(), torch.arange(6, device=cache.device)[None]
+    expected = reference_rotary.apply_rotary(qkv, table[at])
+    for function in (rotary.rotary_store_kv, reference_rotary.rotary_store_kv):
+        assert_close(function(qkv.clone(), table, at, 0, cache, pages, at, scales=scales), expected)
+    assert torch.equal(cache, given)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ class PagedAttend:
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
         qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
-        layer, own = self.first_layer + ask.layer, self.plan.reads_own
+        layer, own = self.first_layer + ask.layer, self.plan.reads_own and heads > 0
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
         q_TND = rotary_store_kv(
             qkv_TND, *ask.rope, heads, cache, self.pages_BM, self.place_T, keys=own, scales=scales

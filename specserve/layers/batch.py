@@ -24,7 +24,8 @@ class Softmax:
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
     """What a layer asks: attention of its projections, whose query heads share key heads. ``layer`` is its index in the
-    KV pool; ``qkv_TND`` is not yet rotated."""
+    KV pool; ``qkv_TND`` is not yet rotated. ``num_kv_heads`` 0: it has only queries, which attend to what ``layer`` has
+    stored."""
 
     layer: int
     qkv_TND: Tensor

@@ -6,7 +6,7 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from specserve_kernels import (
@@ -32,7 +32,9 @@ Activation = Literal["silu", "gelu_tanh"]
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
     q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
-    rotates. ``softmax``: its scale and window. ``weights``: how its projections are stored."""
+    rotates. ``softmax``: its scale and window. ``reads``: the layer whose keys and values it attends to, None: its own.
+    Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its own that
+    it takes for each token. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -48,12 +50,16 @@ class LayerConfig:
     rope: int = 0
     softmax: Softmax = field(default_factory=Softmax)
     activation: Activation = "silu"
+    reads: int | None = None
+    v_proj: bool = True
+    token_inputs: int = 0
     weights: WeightFormat = PLAIN
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Heads of q, k and v, in the order of a packed row."""
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+        """Heads of q, k and v that it projects, in the order of a packed row."""
+        kv_heads = self.num_kv_heads if self.reads is None else 0
+        return self.num_heads, kv_heads, kv_heads if self.v_proj else 0
 
     @property
     def qkv_heads(self) -> int:
@@ -83,15 +89,17 @@ class RMSNorm(nn.Module):
         """Return the norm of the tokens' embeddings, and the embeddings."""
         return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of ``x + residual``, and the sum."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
+    def add(self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``(x + residual) * scale``, and that sum. ``scale_1`` None: 1."""
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, scale_1)
 
-    def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+    def add_for(
+        self, reader: object, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
+    ) -> tuple[Tensor | Rounded, Tensor]:
         """Return the same as ``add``, with the norm quantized as ``reader`` does."""
         if isinstance(reader, Projection) and (dtype := reader.rounds_to(len(x_TH))) is not None:
-            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype)
-        return self.add(x_TH, residual_TH)
+            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, scale_1)
+        return self.add(x_TH, residual_TH, scale_1)
 
 
 class Attention(nn.Module):
@@ -101,15 +109,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = layer if config.reads is None else config.reads
         self.config = config
         name, size = f"layers.{layer}.self_attn", config.head_dim
-        qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", config.heads, strict=True)}
+        qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", config.heads, strict=True) if heads}
         new = config.weights.projection
         self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
         self.o_proj = new(name, config.num_heads * size, {"o_proj": config.hidden_size}, config.o_bias)
-        sizes = [size * (n if config.qk_norm == "whole" else 1) for n in config.heads[:2]]
-        self.q_norm, self.k_norm = (norm(n, config.rms_norm_eps) if config.qk_norm else None for n in sizes)
+
+        def head_norm(heads: int) -> RMSNorm | None:
+            together = heads if config.qk_norm == "whole" else 1
+            return norm(size * together, config.rms_norm_eps) if config.qk_norm and heads else None
+
+        self.q_norm, self.k_norm = map(head_norm, config.heads[:2])
 
     def forward(
         self,
@@ -121,15 +133,20 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
-        qkv_TND = qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
-            qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
-        ask = GroupedQuery(self.layer, qkv_TND, self.config.num_kv_heads, rope, self.config.softmax)
-        attended_TI = attend(ask)
+        qkv_TND = self.normed(qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim)))
+        attended_TI = attend(
+            GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, self.config.softmax)
+        )
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
         return self.o_proj(attended_TI), residual_TH
+
+    def normed(self, qkv_TND: Tensor) -> Tensor:
+        """Normalize the heads that the projection returns."""
+        if self.q_norm is None or self.k_norm is None:
+            return qkv_TND
+        q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
+        return torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
 
     @property
     def kv_from(self) -> int:
@@ -174,11 +191,13 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each on a norm of the residual stream. ``layer`` is its index in the KV pool; ``norm``: their
     class."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
         self.rope = config.rope
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, norm)
+        self.self_attn = self.attention_class(config, layer, norm)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer)
 
@@ -198,7 +217,7 @@ class DecoderLayer(nn.Module):
         rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Take the result of ``enter``. Return the input of the next ``enter``, for all rows or the wanted ones. Keys
         and values are stored for all."""
         stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)

@@ -24,7 +24,8 @@ class Rope(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``. The fields from ``beta_fast``
-    on are yarn's: which frequencies it blends, and the multiplier of cos and sin."""
+    on are yarn's: which frequencies it blends, and the multiplier of cos and sin. ``partial_rotary_factor``: the part
+    of the pairs that a proportional one rotates."""
 
     theta: float = THETA
     kind: str = "default"
@@ -38,6 +39,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    partial_rotary_factor: float = 1.0
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> RopeConfig:
@@ -76,11 +78,13 @@ NUMBERS = (
     "attention_factor",
     "mscale",
     "mscale_all_dim",
+    "partial_rotary_factor",
 )
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "proportional": (),
 }
 
 
@@ -99,7 +103,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
-    if scaling.get("partial_rotary_factor") not in (None, 1):
+    if kind != "proportional" and scaling.get("partial_rotary_factor") not in (None, 1):
         part = scaling["partial_rotary_factor"]
         raise ValueError(f"partial_rotary_factor {part!r} is not supported; expected 1")
     return str(kind)
@@ -162,7 +166,19 @@ def _channel(config: RopeConfig, turns: float, head_dim: int) -> float:
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
 
-ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _proportional(config: RopeConfig, inv_D2: Tensor) -> Tensor:
+    """Rotate the first pairs as in a whole head, and the others not at all."""
+    rotated = int(config.partial_rotary_factor * len(inv_D2))
+    return torch.where(torch.arange(len(inv_D2)) < rotated, inv_D2 / config.factor, 0)
+
+
+ROPE_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

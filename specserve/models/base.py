@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,24 +84,35 @@ class TargetModel(nn.Module):
         assert isinstance(first, DecoderLayer)
         return first.embed(tokens_T, self.embed_tokens.weight)
 
+    def _token_inputs(self, tokens_T: Tensor, stream_TH: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Return what each layer reads besides the stream, from the tokens and their embeddings."""
+        return repeat(())
+
     def forward(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states after the final norm ``[T, H]``, or of the wanted rows ``[W, H]``, and the residual
         streams at ``batch.taps``."""
-        positions_T, stream = batch.positions_T, self._enter(batch.tokens_T)
+        return self.run(batch, self._enter(batch.tokens_T))
+
+    def run(self, batch: TokenBatch, entered: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Do the same from the first layer's input and the residual stream on."""
+        stream: tuple[Tensor, ...] = entered
+        inputs = self._token_inputs(batch.tokens_T, entered[1])
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
-        for boundary, layer in enumerate(self.layers):
+        for boundary, (layer, own) in enumerate(zip(self.layers, inputs, strict=False)):
             assert isinstance(layer, DecoderLayer)
             x_TH, residual_TH = layer.enter(*stream) if boundary else stream
             if boundary in batch.taps:
                 tapped[boundary] = residual_TH
             wanted = batch.wanted_W if boundary == last else None
-            rope = Rope(self.get_buffer(f"rope{layer.rope}_P2D"), positions_T)
-            stream = layer(x_TH, residual_TH, rope, batch.attend, wanted)
+            rope = Rope(self.get_buffer(f"rope{layer.rope}_P2D"), batch.positions_T)
+            stream = layer(x_TH, residual_TH, rope, batch.attend, wanted, *own)
         hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)
         return hidden_TH, [tapped[boundary] for boundary in batch.taps]
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
-        found: Tensor = self.lm_head(hidden_TH, out=out)
-        return found
+        logits_TV: Tensor = self.lm_head(hidden_TH, out=out)
+        if (cap := self.config.logit_cap) is not None:
+            logits_TV.div_(cap).tanh_().mul_(cap)
+        return logits_TV

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of a target model. ``ropes``: the rotary embeddings that layers choose from, the one of whole
-    attention first. ``random``: the owner of weights that are drawn instead of read, None: they are read. ``notes`` say
-    what was chosen while it was read."""
+    attention first. ``random``: the owner of weights that are drawn instead of read, None: they are read.
+    ``logit_cap``: c, if logits x become ``c * tanh(x / c)``. ``notes`` say what was chosen while it was read."""
 
     architecture: str
     vocab_size: int
@@ -38,6 +38,7 @@ class ModelConfig:
     dtype: str | None
     weights: WeightFormat = PLAIN
     random: str | None = None
+    logit_cap: float | None = None
     notes: tuple[str, ...] = field(default=(), repr=False)
 
     def with_weights(self, weights: WeightFormat) -> ModelConfig:
@@ -55,17 +56,29 @@ class ModelConfig:
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """The geometry that a draft's layer has if nothing else is said: the last layer's sizes in Llama's layer, with
-        plain weights."""
-        return replace(self.layers[-1], weights=PLAIN, rope=0, softmax=Softmax(), activation="silu")
+        """The geometry that a draft's layer has if nothing else is said: Llama's layer with plain weights, in the sizes
+        of the last one that stores keys and values."""
+        llama: Any = {
+            "rope": 0,
+            "softmax": Softmax(),
+            "activation": "silu",
+            "v_proj": True,
+            "token_inputs": 0,
+        }
+        return replace(self.layers[self.kv_layers - 1], weights=PLAIN, **llama)
 
     @property
     def rope(self) -> RopeConfig:
         return self.ropes[0]
 
     def kv(self, dtype: torch.dtype) -> list[KVSpec]:
-        """Return the layout of each layer's KV cache."""
-        return [layer.kv(dtype) for layer in self.layers]
+        """Return the layout of the KV cache of each layer that stores keys and values."""
+        return [layer.kv(dtype) for layer in self.layers[: self.kv_layers]]
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers store keys and values: all, or all but the last ones."""
+        return sum(layer.reads is None for layer in self.layers)
 
     @property
     def longest_context(self) -> tuple[int, str]:

@@ -23,16 +23,18 @@ from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
 
-_PLAIN = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_PLAIN = ("attn_logit_softcapping", "use_bidirectional_attention")
 
 
 class GemmaLayer(DecoderLayer):
     """Normalizes what each block returns, too."""
 
+    norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
+
     def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, layer, OffsetRMSNorm)
-        self.pre_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, layer, self.norm_class)
+        self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -41,12 +43,18 @@ class GemmaLayer(DecoderLayer):
         rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
         update = self.post_attention_layernorm(update)
         normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH)
         update, residual_TH = self.mlp(*normed)
         return self.post_feedforward_layernorm(update), residual_TH
+
+
+def embedding_scale(size: int, dtype: torch.dtype) -> float:
+    """Return the scale of embeddings of this size, rounded to their dtype. A number, for a tensor can't be made while a
+    graph is captured."""
+    return float(torch.tensor(size**0.5, dtype=dtype, device="cpu"))
 
 
 class GemmaModel(TargetModel):
@@ -95,8 +103,7 @@ class GemmaModel(TargetModel):
 
     @cached_property
     def _scale(self) -> float:
-        """Of embeddings, rounded to their dtype. A number, for a tensor can't be made while a graph is captured."""
-        return float(torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype, device="cpu"))
+        return embedding_scale(self.config.hidden_size, self.dtype)
 
     def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         stream_TH = F.embedding(tokens_T, self.embed_tokens.weight) * self._scale

@@ -52,6 +52,7 @@ def load_model_config(
     check(fields, path, COUNT, "vocab_size", "num_hidden_layers")
     check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
     check({**_POSITIVE, **fields}, path, NUMBER, *_POSITIVE)
+    check(fields, path, NUMBER.or_null, "final_logit_softcapping")
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     config = ModelConfig(
@@ -65,6 +66,7 @@ def load_model_config(
         bos_token_id=fields.get("bos_token_id"),
         dtype=_dtype(fields, path),
         random=random,
+        logit_cap=fields.get("final_logit_softcapping"),
         notes=(_end_note(ends, vocab_size),),
     )
     return config.with_weights(_weights(config, fields, path))

@@ -287,6 +287,6 @@ def load_block(draft: DraftSettings, target: TargetModel) -> LoadedDraft[BlockHe
         ids = read_ids(source, config.draft_vocab_size, target.config.vocab_size)
 
     def make(_: BlockSource, target: TargetModel) -> BlockHead:
-        return BlockHead(config, target.config.num_layers, target.max_positions, target)
+        return BlockHead(config, target.config.kv_layers, target.max_positions, target)
 
     return load_draft(draft, target, source, make, ids)

@@ -41,7 +41,7 @@ def load_head(
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
 
     def make(_: HeadSource, target: TargetModel) -> Head:
-        layer = 0 if parallel else target.config.num_layers  # where layers are counted from in the pool
+        layer = 0 if parallel else target.config.kv_layers  # where layers are counted from in the pool
         lm_head = None if own else target.lm_head
         # Others normalize the embedding, which makes its scale, for which Gemma holds a copy, irrelevant.
         scaled = make_head is EagleHead and not config.own_embedding

@@ -115,7 +115,7 @@ class HydraLayer(LayerHead):
             recycle_normed=True,
         )
         super().__init__(config, target.draft_embedding)
-        self._add_layer(target.config.num_layers, target.max_positions)
+        self._add_layer(target.config.kv_layers, target.max_positions)
         self.input_layernorm, self.norm = (RMSNorm(size, own.rms_norm_eps) for _ in range(2))
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:

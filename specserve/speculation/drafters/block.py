@@ -23,6 +23,7 @@ from specserve.kv.spec import KVSpec
 from specserve.layers.rotary import Rope
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
+from specserve.models.config import ModelConfig
 from specserve.models.draft.block import BlockHead
 from specserve.models.draft.block_source import load_block
 from specserve.models.draft.vocabulary import VocabMap
@@ -33,25 +34,23 @@ from specserve.speculation.shape import StepShape
 
 
 class BlockDrafter(Drafter):
-    """Runs a ``BlockHead``, whose layers are the pool's from ``layer`` on."""
+    """Runs a ``BlockHead``, whose layers follow the target's in the pool."""
 
-    def __init__(self, name: str, head: BlockHead, layer: int, vocab: VocabMap | None) -> None:
+    def __init__(self, name: str, head: BlockHead, target: ModelConfig, vocab: VocabMap | None) -> None:
         self.name = name
         config = head.config
-        self.needs = DrafterNeeds(
-            config.taps, last_layer=layer in config.taps
-        )  # its layers follow the target's
+        self.needs = DrafterNeeds(config.taps, last_layer=target.num_layers in config.taps)
         self.kv: Sequence[KVSpec] = [config.layer.kv(head.dtype)] * config.num_layers
         self.vocab_size = head.vocab_size
         self._head = head
-        self._layer = layer
+        self._layer = target.kv_layers
         self._vocab = vocab
 
     @classmethod
     def load(cls, draft: DraftSettings, target: TargetModel) -> BlockDrafter:
         """Load the draft. Raises ValueError for one that does not fit."""
         loaded = load_block(draft, target)
-        return cls(draft.name, loaded.module, target.config.num_layers, loaded.vocab)
+        return cls(draft.name, loaded.module, target.config, loaded.vocab)
 
     def scratch(self, shape: StepShape) -> int:
         return self._head.config.block_size

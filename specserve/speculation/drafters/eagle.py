@@ -20,6 +20,7 @@ from specserve.kv.spec import KVSpec
 from specserve.layers.rotary import Rope
 from specserve.methods import DraftSettings, MapPlan
 from specserve.models.base import TargetModel
+from specserve.models.config import ModelConfig
 from specserve.models.draft.eagle_family import Head, load_head
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.reader import Reading
@@ -52,18 +53,18 @@ class Vocabulary:
 
 
 class EagleDrafter(Drafter):
-    """Drafts with any ``LayerHead``, whose layer is the pool's layer ``layer``: heads differ, drafting does not."""
+    """Drafts with any ``LayerHead``, whose layer follows the target's in the pool: heads differ, drafting does not."""
 
-    def __init__(self, name: str, head: LayerHead, layer: int, vocabulary: Vocabulary) -> None:
+    def __init__(self, name: str, head: LayerHead, target: ModelConfig, vocabulary: Vocabulary) -> None:
         self.name = name
         self.vocab = vocabulary.vocab
         self.vocab_size = head.vocab_size if self.vocab is None else len(self.vocab.ids)
         self.dynamic_map = vocabulary.dynamic_map
         self.vocabulary = vocabulary
         self.head = head
-        self._layer = layer
+        self._layer = target.kv_layers
         own, taps = head.config.layer, head.config.taps
-        last = not taps or taps[-1] == layer  # the index of its own layer is the target's number of layers
+        last = not taps or taps[-1] == target.num_layers
         self.needs = DrafterNeeds(taps, last, own.hidden_size)
         self.kv: Sequence[KVSpec] = [own.kv(head.dtype)]
 
@@ -78,7 +79,7 @@ class EagleDrafter(Drafter):
             found = _vocabulary(reading, head, draft, target)
 
         loaded = load_head(draft, target, restrict)
-        return cls(draft.name, loaded.module, target.config.num_layers, found or Vocabulary(loaded.vocab))
+        return cls(draft.name, loaded.module, target.config, found or Vocabulary(loaded.vocab))
 
     def set_rows(self, rows_R: Tensor) -> None:
         self.vocabulary.set_rows(rows_R)

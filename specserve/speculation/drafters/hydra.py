@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
+from specserve.models.config import ModelConfig
 from specserve.models.draft.hydra import HydraHeads, HydraLayer, open_hydra
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.eagle import EagleDrafter, Vocabulary
@@ -30,14 +31,14 @@ def load_hydra(draft: DraftSettings, target: TargetModel) -> HydraDrafter | Recu
     heads = load_network(draft, target, open_hydra, HydraHeads)
     if heads.layer is None:
         return RecurrentDrafter(draft.name, heads, target.config.hidden_size)
-    return HydraDrafter(draft.name, heads, heads.layer, target.config.num_layers)
+    return HydraDrafter(draft.name, heads, heads.layer, target.config)
 
 
 class HydraDrafter(EagleDrafter):
     """Runs the layer and the heads of Hydra++."""
 
-    def __init__(self, name: str, heads: HydraHeads, head: HydraLayer, layer: int) -> None:
-        super().__init__(name, head, layer, Vocabulary(None))
+    def __init__(self, name: str, heads: HydraHeads, head: HydraLayer, target: ModelConfig) -> None:
+        super().__init__(name, head, target, Vocabulary(None))
         self._heads = heads
 
     def scratch(self, shape: StepShape) -> int:

@@ -25,6 +25,7 @@ from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
+from specserve.models.config import ModelConfig
 from specserve.models.draft.eagle_family import load_head
 from specserve.models.draft.p_eagle import MOST_LEVELS, PEagleHead
 from specserve.models.draft.vocabulary import VocabMap
@@ -35,18 +36,18 @@ from specserve.speculation.shape import StepShape
 
 
 class PEagleDrafter(CatchUpDrafter):
-    """Runs a ``PEagleHead``, whose layers are the pool's from ``layer`` on."""
+    """Runs a ``PEagleHead``, whose layers follow the target's in the pool."""
 
-    def __init__(self, name: str, head: PEagleHead, layer: int, vocab: VocabMap | None) -> None:
+    def __init__(self, name: str, head: PEagleHead, target: ModelConfig, vocab: VocabMap | None) -> None:
         self.name = name
         own, taps = head.config.layer, head.config.taps
-        last = not taps or taps[-1] == layer  # the index of its first layer is the target's number of layers
+        last = not taps or taps[-1] == target.num_layers
         self.needs = DrafterNeeds(taps, last, token_feature_size=own.hidden_size, kv_start=1)
         self.kv: Sequence[KVSpec] = [own.kv(head.dtype)] * head.config.num_layers
         self.vocab_size = head.vocab_size
         self.head = head
         self._mask_1H = head.mask_feature()
-        self._layer = layer
+        self._layer = target.kv_layers
         self._vocab = vocab
 
     @classmethod
@@ -54,7 +55,7 @@ class PEagleDrafter(CatchUpDrafter):
         """Load the head. Raises ValueError for one that does not fit."""
         loaded = load_head(draft, target)
         assert isinstance(loaded.module, PEagleHead)
-        return cls(draft.name, loaded.module, target.config.num_layers, loaded.vocab)
+        return cls(draft.name, loaded.module, target.config, loaded.vocab)
 
     def scratch(self, shape: StepShape) -> int:
         """Return the number of entries: the root's, then one for each mask."""

@@ -72,7 +72,7 @@ class StandaloneDrafter(CatchUpDrafter):
             leave = ("lm_head",) if model.config.tie_word_embeddings else ()
             quantize_linears(model, draft.quantization, leave)
         pack_linears(model)
-        return cls(draft.name, model, target.config.num_layers, shared, size)
+        return cls(draft.name, model, target.config.kv_layers, shared, size)
 
     def scratch(self, shape: StepShape) -> int:
         """Return the number of entries: the root's, then those of each level but the last."""

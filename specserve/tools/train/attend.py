@@ -66,13 +66,15 @@ class TestTimeAttend:
 
 class CausalAttend:
     """Let every token attend to its own document up to itself, as a target does, and a draft at its first level. Raises
-    ValueError for rows longer than a layer's window."""
+    ValueError for rows longer than a layer's window, and for layers without keys and values of their own."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
         (scale, window), size = (ask.softmax.scale, ask.softmax.window), ask.qkv_TND.shape[-1]
+        if not ask.num_kv_heads:
+            raise ValueError("--model-path: training does not support layers that share keys and values")
         if window is not None and window < self.packing.row_length:
             raise ValueError(
                 f"--max-length: at most {window}, the target's window, found {self.packing.row_length}"

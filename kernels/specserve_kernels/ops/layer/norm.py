@@ -53,20 +53,33 @@ def embed_rms_norm(
     return out_TH, embedded_TH
 
 
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, scale_1: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     out_TH = torch.empty_like(x_TH)
-    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH, out_TH)
+    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, scale_1, out_TH, out_TH)
 
 
 def add_rms_norm_rounded(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
+    x_TH: Tensor,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    scale_1: Tensor | None = None,
 ) -> tuple[Rounded, Tensor]:
     out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH, dtype)
-    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out.values, out.unit_GT)
+    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, scale_1, out.values, out.unit_GT)
 
 
 def _add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out: Tensor, unit_GT: Tensor
+    x_TH: Tensor,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    scale_1: Tensor | None,
+    out: Tensor,
+    unit_GT: Tensor,
 ) -> Tensor:
     """Write the norm of the sum, quantized if ``out`` has 8 bits, and return the sum."""
     total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
@@ -75,6 +88,7 @@ def _add_rms_norm(
         x_TH,
         residual_TH,
         weight_H,
+        scale_1,
         out,
         unit_GT,
         total_TH,
@@ -154,6 +168,7 @@ def _add_rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
+    scale_ptr,  # [1], or None
     out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED, or int8 [2T, H]
     unit_ptr,  # [G, T] float32, if ROUNDED
     total_ptr,  # [T, H]
@@ -175,6 +190,8 @@ def _add_rms_norm_kernel(
     residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
     total = x + residual
+    if scale_ptr is not None:
+        total = (total * tl.load(scale_ptr)).to(x.dtype)
     tl.store(total_ptr + t * H + h, total, mask=h < H)
     out = normed(total, weight, eps, H)
     if not ROUNDED:

@@ -27,15 +27,25 @@ def embed_rms_norm(
     return rms_norm(embedded_TH, weight_H, eps), embedded_TH
 
 
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``(rms_norm(x + residual), x + residual)``; neither input is changed."""
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, scale_1: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``(rms_norm(total), total)`` with ``total = (x + residual) * scale``, rounded twice; ``scale_1`` has the
+    dtype of x, None: 1. No input is changed."""
     residual_TH = x_TH + residual_TH
+    if scale_1 is not None:
+        residual_TH *= scale_1
     return rms_norm(residual_TH, weight_H, eps), residual_TH
 
 
 def add_rms_norm_rounded(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
+    x_TH: Tensor,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    scale_1: Tensor | None = None,
 ) -> tuple[Rounded, Tensor]:
     """Return ``add_rms_norm`` with the norm quantized to ``dtype`` by ``round_inputs``."""
-    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps)
+    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps, scale_1)
     return round_inputs(normed_TH, dtype), total_TH

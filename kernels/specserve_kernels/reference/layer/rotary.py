@@ -46,21 +46,23 @@ def rotary_store_kv(
     keys: bool = True,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Rotate q and k inside the packed heads ``[q..., k..., v...]`` and store k and v in the cache. Unless ``keys``, k
-    and v in ``qkv_TND`` are not read afterwards and may stay unchanged.
+    """Rotate q and k inside the packed heads ``[q..., k..., v...]`` and store k and v in the cache; with 0 KV heads
+    there is nothing to store. Unless ``keys``, k and v in ``qkv_TND`` are not read afterwards and may stay unchanged.
 
     A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
     are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2D``: a rotary
     table, of which each token reads the row of its position (int64). ``qkv_TND`` is changed in place. Returns the
     rotated queries, a view ``[T, q heads, D]``. ``place_T``: see ``types``; ``pages_BM``: the batch's page table.
     """
-    qk_TND = qkv_TND[:, :-num_kv_heads]
+    queries = qkv_TND.shape[1] - 2 * num_kv_heads
+    qk_TND = qkv_TND[:, : queries + num_kv_heads]
     qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))
-    kv_T2ND = qkv_TND[:, -2 * num_kv_heads :].unflatten(1, (2, num_kv_heads))
-    if scales is not None:
-        kv_T2ND.copy_(_rounded(kv_T2ND, scales))
-    store_kv(cache, kv_T2ND, pages_BM, place_T)
-    return qkv_TND[:, : -2 * num_kv_heads]
+    if num_kv_heads:
+        kv_T2ND = qkv_TND[:, queries:].unflatten(1, (2, num_kv_heads))
+        if scales is not None:
+            kv_T2ND.copy_(_rounded(kv_T2ND, scales))
+        store_kv(cache, kv_T2ND, pages_BM, place_T)
+    return qkv_TND[:, :queries]
 
 
 def _rounded(kv_T2ND: Tensor, scales: KVScales) -> Tensor:

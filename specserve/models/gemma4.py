@@ -1,0 +1,201 @@
+"""Gemma 4's text model: two sizes of heads, values without a projection of their own, keys and values that the last
+layers share, and inputs that each layer has for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from specserve_kernels import Rounded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.layers.batch import Attend, Softmax
+from specserve.layers.decoder import Attention, DecoderLayer, LayerConfig, RMSNorm, reader_of
+from specserve.layers.norms import UnitRMSNorm, WideRMSNorm
+from specserve.layers.rotary import Rope, RopeConfig
+from specserve.models.config import FULL, SLIDING, ModelConfig, ropes_by_kind, with_windows
+from specserve.models.gemma import GemmaLayer, GemmaModel, embedding_scale
+
+_ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+class Gemma4Attention(Attention):
+    """Normalizes values, too, which may be the keys before their norm."""
+
+    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm]) -> None:
+        super().__init__(config, layer, norm)
+        self.v_norm = UnitRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def normed(self, qkv_TND: Tensor) -> Tensor:
+        assert self.q_norm is not None
+        if self.k_norm is None:
+            return self.q_norm.heads(qkv_TND)
+        q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
+        v_TND = self.v_norm.heads(v_TND if self.config.v_proj else k_TND)
+        return torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
+
+
+class Gemma4Layer(GemmaLayer):
+    """Returns a scale of the stream, too, and may add a gated input of its own for each token.
+
+    Shapes: P width of that input.
+    """
+
+    attention_class: ClassVar[type[Attention]] = Gemma4Attention
+    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+        if config.token_inputs:
+            name, new = f"layers.{layer}", config.weights.projection
+            sizes = config.hidden_size, config.token_inputs
+            self.per_layer_input_gate = new(name, sizes[0], {"per_layer_input_gate": sizes[1]}, False)
+            self.per_layer_projection = new(name, sizes[1], {"per_layer_projection": sizes[0]}, False)
+            self.post_per_layer_input_norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+
+    def enter(
+        self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH, scale_1)
+
+    def forward(
+        self,
+        x_TH: Tensor | Rounded,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+        input_TP: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        update_TH, residual_TH = super().forward(x_TH, residual_TH, rope, attend, wanted_W)
+        if input_TP is not None:
+            residual_TH = residual_TH + update_TH
+            gate_TP = F.gelu(self.per_layer_input_gate(residual_TH), approximate="tanh")
+            gate_TP *= input_TP if wanted_W is None else input_TP[wanted_W]
+            update_TH = self.post_per_layer_input_norm(self.per_layer_projection(gate_TP))
+        return update_TH, residual_TH, self.layer_scalar
+
+
+class Gemma4Model(GemmaModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **GemmaModel.defaults,
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+    }
+    unread: ClassVar[tuple[str, ...]] = (
+        *GemmaModel.unread,
+        ".k_proj.",
+        ".v_proj.",
+        ".k_norm.",
+    )  # of layers without
+    beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+    layer_class: ClassVar[type[DecoderLayer]] = Gemma4Layer
+    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        if fields.get("enable_moe_block"):
+            raise ValueError(
+                "enable_moe_block true: Gemma 4's mixture of experts is not supported; expected false"
+            )
+        if fields.get("use_bidirectional_attention") == "all":
+            raise ValueError("use_bidirectional_attention 'all' is not supported; expected null or 'vision'")
+        bias, inputs = bool(fields.get("attention_bias")), fields["hidden_size_per_layer_input"]
+        layer = replace(
+            layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0), token_inputs=inputs
+        )
+        layers = with_windows(layer, fields["sliding_window"], fields, lambda n: (n + 1) % 6 != 0, rope=1)
+        size, kv_heads = _sizes(fields, layer)
+        whole = replace(
+            layer, head_dim=size, num_kv_heads=kv_heads, v_proj=not fields.get("attention_k_eq_v")
+        )
+        layers = [each if each.rope else whole for each in layers[:-1]] + [whole]  # in every file
+        return _shared(layers, fields["num_kv_shared_layers"], 1 + bool(fields.get("use_double_wide_mlp")))
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        ropes = fields.get("rope_parameters") or _ROPES
+        return ropes_by_kind({**fields, "rope_parameters": ropes}, source, 1e6, 1e4)
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        first = config.layers[0]
+        self._inputs = first.token_inputs
+        if width := len(config.layers) * self._inputs:
+            self.embed_tokens_per_layer = nn.Embedding(config.vocab_size, width)
+            projected = {"per_layer_model_projection": width}
+            self.per_layer_model_projection = config.weights.projection(
+                "", config.hidden_size, projected, False
+            )
+            self.per_layer_projection_norm = WideRMSNorm(self._inputs, first.rms_norm_eps)
+
+    @cached_property
+    def _inputs_scale(self) -> float:
+        return embedding_scale(self._inputs, self.dtype)
+
+    def _token_inputs(self, tokens_T: Tensor, stream_TH: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        if not self._inputs:
+            return super()._token_inputs(tokens_T, stream_TH)
+        embedded_TX = F.embedding(tokens_T, self.embed_tokens_per_layer.weight)
+        embedded_TX = embedded_TX * self._inputs_scale
+        projected_TX = self.per_layer_model_projection(stream_TH) * self.config.hidden_size**-0.5
+        input_TLP = self.per_layer_projection_norm.heads(projected_TX.unflatten(-1, (-1, self._inputs)))
+        input_TLP = (input_TLP + embedded_TX.view(input_TLP.shape)) * 0.5**0.5
+        return [(input_TP,) for input_TP in input_TLP.unbind(1)]
+
+
+class Gemma4UnifiedModel(Gemma4Model):
+    """Has another default window, and no inputs of layers."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **Gemma4Model.defaults,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+        "hidden_size_per_layer_input": 0,
+    }
+
+
+def _sizes(fields: Mapping[str, Any], layer: LayerConfig) -> tuple[int, int]:
+    """Return head size and KV heads of layers without a window, as published files name them, or as transformers writes
+    them, layer by layer."""
+    if written := fields.get("per_layer_config"):
+        last = {
+            "head_dim": layer.head_dim,
+            "num_key_value_heads": layer.num_kv_heads,
+            **max(written.items())[1],
+        }
+        return last["head_dim"], last["num_key_value_heads"]
+    kv_heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
+    return fields["global_head_dim"], kv_heads or layer.num_kv_heads
+
+
+def _shared(layers: list[LayerConfig], count: int, wider: int) -> list[LayerConfig]:
+    """Let the last layers read the last own keys and values of their kind. Their MLPs are ``wider``."""
+    own = layers[: len(layers) - count]
+    last = last_stored(own)
+    if missing := {each.rope for each in layers} - {*last}:
+        kind = SLIDING if missing.pop() else FULL
+        raise ValueError(f"num_kv_shared_layers {count} leaves no {kind} layer of its own keys and values")
+    rest = layers[len(own) :]
+    return own + [
+        replace(each, reads=last[each.rope], intermediate_size=wider * each.intermediate_size)
+        for each in rest
+    ]
+
+
+def last_stored(layers: Sequence[LayerConfig]) -> dict[int, int]:
+    """Return the last layer that stores keys and values, by the number of its rope: 0 without a window, 1 with it."""
+    return {each.rope: number for number, each in enumerate(layers) if each.reads is None}

@@ -1,0 +1,107 @@
+"""Gemma 4: the numbers and tokens of transformers, the same text however it is computed, and files that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.configurations import CHOICES, pairwise
+from benchmarks.lossless import Models, make_items, run_matrix
+from specserve import SamplingParams
+from specserve.layers.batch import TokenBatch
+from specserve.models.checkpoint import load_target
+from specserve.models.read_config import load_model_config
+from specserve.tools.train.attend import CausalAttend, Packing
+from tests.engines import answer_all, make_scheduler
+from tests.reference.doubles import float32_means_float64
+from tests.reference.draft_models import make_eagle3
+from tests.reference.gemma4 import LARGE, SMALL, make_gemma4
+from tests.test_targets import TOKENS, assert_makes_no_tensor, change_config, our_logits, their_model
+from tests.test_windows import prompts
+
+WINDOW = 16
+KINDS = {"small": SMALL, "large": LARGE}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return KINDS[request.param]
+
+
+@pytest.mark.parametrize("chunk", [5, 40, 512])
+def test_the_text_of_transformers_over_eight_windows(
+    chunk: int, kind: dict[str, Any], tmp_path: Path
+) -> None:
+    path, (prompt,) = make_gemma4(tmp_path, sliding_window=WINDOW, **kind), prompts([8 * WINDOW])
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    scheduler = make_scheduler(path, dtype="float32", chunked_prefill_size=chunk)
+    (answer,) = answer_all(scheduler, [(prompt, params)])
+    theirs = their_model(path, torch.float32)
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
+    assert answer.tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_the_logits_of_transformers_in_float64(kind: dict[str, Any], tmp_path: Path) -> None:
+    path = make_gemma4(tmp_path, **kind)
+    theirs = their_model(path, torch.float64)
+    with torch.no_grad(), float32_means_float64():
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        for each in theirs.modules():
+            if hasattr(each, "embed_scale"):
+                each.embed_scale = torch.tensor(each.scalar_embed_scale, dtype=torch.float64)
+        expected = theirs(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    torch.testing.assert_close(our_logits(path, torch.float64), expected, rtol=0, atol=1e-10)
+
+
+def test_every_text_is_identical(kind: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts before, at and after the ends of windows, in chunks, pages, trees, from the cache and preempted."""
+    target = make_gemma4(tmp_path / "target", branch_scale=0.04, sliding_window=WINDOW, **kind)
+    draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
+    models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
+    items = make_items(prompts([3, WINDOW - 1, WINDOW, WINDOW + 1, 40, 8 * WINDOW]), 6, 16)
+    choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
+    lines: list[str] = []
+    report = run_matrix(models, items, 6, pairwise(choices), lines.append)
+    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"enable_moe_block": True}, "enable_moe_block true: .* experts is not supported; expected false"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported; expected"),
+    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers 6 leaves no .*_attention layer of its own keys"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = make_gemma4(tmp_path)
+    change_config(path, **fields)
+    with pytest.raises(ValueError, match=rf"{path}/config\.json: {message}"):
+        load_model_config(path)
+
+
+def test_training_refuses_shared_keys_and_values(tmp_path: Path) -> None:
+    model = load_target(make_gemma4(tmp_path, **SMALL), torch.float32, torch.device("cpu"))
+    packing = Packing(torch.tensor([0, 4], dtype=torch.int32), 4, flash=False)
+    attend = CausalAttend(packing)
+    with pytest.raises(ValueError, match="--model-path: training does not support layers that share keys"):
+        model(TokenBatch(torch.arange(4), torch.arange(4), attend))
+
+
+def test_no_tensor_is_made_of_numbers_in_a_pass(kind: dict[str, Any], tmp_path: Path) -> None:
+    assert_makes_no_tensor(make_gemma4(tmp_path, **kind))
+
+
+def test_tensors_of_shared_layers_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Published files hold the keys and values that nothing reads."""
+    path = make_gemma4(tmp_path)
+    expected = load_model_config(path)
+    assert [each.reads for each in expected.layers] == [None] * 6
+    change_config(path, num_kv_shared_layers=3)
+    our_logits(path, torch.float32)
+    assert "no parameter reads" not in caplog.text
+    assert [each.reads for each in load_model_config(path).layers] == [None, None, None, 1, 1, 2]
