@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from specserve.layers.decoder import MLP, LayerConfig, RMSNorm
+from specserve.layers.decoder import MLP, LayerConfig
 from specserve.layers.linear import Linear, add_in_order, pack_linears
+from specserve.layers.norms import RMSNorm
 
 CONFIG = LayerConfig(64, 128, 4, 2, 16, 1e-5, 64)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specserve.layers.decoder import RMSNorm
+from specserve.layers.norms import RMSNorm
 from specserve.models.checkpoint import load_parameters
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train import export

@@ -9,19 +9,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from specserve_kernels import (
-    Rounded,
-    add_rms_norm,
-    add_rms_norm_rounded,
-    embed_rms_norm,
-    gelu_and_mul,
-    rms_norm,
-)
+from specserve_kernels import Rounded, gelu_and_mul
 from torch import Tensor, nn
 
 from specserve.kv.spec import HeadKV
 from specserve.layers.batch import Attend, GroupedQuery, Softmax
 from specserve.layers.linear import PLAIN
+from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope
 from specserve.layers.weights import Projection, WeightFormat
 
@@ -70,38 +64,6 @@ class LayerConfig:
         return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return rms_norm(x_TH, self.weight, self.eps)
-
-    def heads(self, x_TND: Tensor) -> Tensor:
-        """Normalize every head, or all of them together, by the weight's size."""
-        return rms_norm(x_TND.reshape(-1, len(self.weight)), self.weight, self.eps).view(x_TND.shape)
-
-    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of the tokens' embeddings, and the embeddings."""
-        return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
-
-    def add(self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the norm of ``(x + residual) * scale``, and that sum. ``scale_1`` None: 1."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, scale_1)
-
-    def add_for(
-        self, reader: object, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
-    ) -> tuple[Tensor | Rounded, Tensor]:
-        """Return the same as ``add``, with the norm quantized as ``reader`` does."""
-        if isinstance(reader, Projection) and (dtype := reader.rounds_to(len(x_TH))) is not None:
-            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, scale_1)
-        return self.add(x_TH, residual_TH, scale_1)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with a fused q, k, v projection; the caller's ``attend`` computes it. Like every block,
     it takes its input and the residual stream, and returns the update and the stream. ``norm``: the kind of norm that
@@ -134,9 +96,8 @@ class Attention(nn.Module):
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         qkv_TND = self.normed(qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim)))
-        attended_TI = attend(
-            GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, self.config.softmax)
-        )
+        ask = GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, self.config.softmax)
+        attended_TI = attend(ask)
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
         return self.o_proj(attended_TI), residual_TH

@@ -1,13 +1,46 @@
-"""Norms that multiply in float32 before they round."""
+"""Root-mean-square norms. Shapes: T tokens, N heads, D head size, H channels, V vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed_rms_norm, rms_norm
 from torch import Tensor, nn
 
-from specserve.layers.decoder import RMSNorm
+from specserve.layers.weights import Projection
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return rms_norm(x_TH, self.weight, self.eps)
+
+    def heads(self, x_TND: Tensor) -> Tensor:
+        """Normalize every head, or all of them together, by the weight's size."""
+        return rms_norm(x_TND.reshape(-1, len(self.weight)), self.weight, self.eps).view(x_TND.shape)
+
+    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of the tokens' embeddings, and the embeddings."""
+        return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
+
+    def add(self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``(x + residual) * scale``, and that sum. ``scale_1`` None: 1."""
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, scale_1)
+
+    def add_for(
+        self, reader: object, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        """Return the same as ``add``, with the norm quantized as ``reader`` does."""
+        if isinstance(reader, Projection) and (dtype := reader.rounds_to(len(x_TH))) is not None:
+            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, scale_1)
+        return self.add(x_TH, residual_TH, scale_1)
 
 
 class WideRMSNorm(RMSNorm):

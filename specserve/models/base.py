@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
-from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
+from specserve.layers.decoder import DecoderLayer, LayerConfig
 from specserve.layers.linear import Linear
+from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.config import ModelConfig, rope_config

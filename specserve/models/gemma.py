@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.batch import Attend, Softmax
-from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, reader_of
-from specserve.layers.norms import OffsetRMSNorm
+from specserve.layers.decoder import DecoderLayer, LayerConfig, reader_of
+from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.batch import Attend
-from specserve.layers.decoder import MLP, Attention, DecoderLayer, LayerConfig, RMSNorm
-from specserve.layers.norms import WideRMSNorm
+from specserve.layers.decoder import MLP, Attention, DecoderLayer, LayerConfig
+from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows

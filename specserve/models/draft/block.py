@@ -21,8 +21,9 @@ from specserve_kernels import Rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
-from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
+from specserve.layers.decoder import DecoderLayer, LayerConfig
 from specserve.layers.linear import Linear
+from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.models.base import TargetModel
 from specserve.models.draft.load import Borrowed, DraftModule

@@ -13,8 +13,8 @@ import torch
 from specserve_kernels import Rounded, pair_inputs
 from torch import Tensor, nn
 
-from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
+from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
+from specserve.layers.norms import RMSNorm
 from specserve.models.base import TargetModel
 from specserve.models.config import read_json
 from specserve.models.draft.fields import check_same

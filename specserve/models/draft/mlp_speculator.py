@@ -19,8 +19,8 @@ import torch
 from specserve_kernels import rms_norm
 from torch import Tensor, nn
 
-from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
+from specserve.layers.norms import RMSNorm
 from specserve.models.base import TargetModel
 from specserve.models.config import COUNT, TRUTH, check, read_json
 from specserve.models.draft.load import DraftSource, Network

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import Linear
+from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
 
