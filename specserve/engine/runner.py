@@ -69,7 +69,7 @@ class Launch:
         packed: Tensor,
         logprobs: Logprobs | None,
         rows: Sequence[Row],
-        stopwatch: Stopwatch | None = None,
+        stopwatch: Stopwatch,
         predicted_B2: Tensor | None = None,
         scores: Logprobs | None = None,
         sources_BX: Tensor | None = None,
@@ -91,15 +91,11 @@ class Launch:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device spent on a step, once it has been read."""
-        assert self._stopwatch is not None, "prefill is not timed"
+        """Seconds that the device spent on it, once it has been read."""
         return self._stopwatch.seconds
 
-    def idle_after(self, earlier: Launch) -> float | None:
-        """Return the seconds between an earlier launch and this one, once both have been read; None if one of them is
-        not timed."""
-        if self._stopwatch is None or earlier._stopwatch is None:
-            return None
+    def idle_after(self, earlier: Launch) -> float:
+        """Return the seconds between an earlier launch and this one, once both have been read."""
         return self._stopwatch.since(earlier._stopwatch)
 
     def read(self) -> list[Emitted]:
@@ -223,7 +219,7 @@ class Runner:
             state.slots.length[state.dummy].fill_(start)
             scored = [0] * (count - 1) if params.logprobs else []
             rows = [Row(state.dummy, params, start + count, [0] * count, scored=scored)]
-            self._prefilled(rows, self._run_prompts(rows)).read()
+            self._prefilled(rows, self._run_prompts(rows), Stopwatch(state.device)).read()
         state.slots.length[state.dummy].fill_(1)
 
     def run(self, command: Command) -> Launch | None:
@@ -258,17 +254,18 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, command: Prefill) -> Launch:
-        rows = command.rows
-        return self._prefilled(rows, self._replay_prompts(rows) or self._run_prompts(rows))
+        rows, stopwatch = command.rows, Stopwatch(self.context.state.device)
+        result = self._replay_prompts(rows) or self._run_prompts(rows)
+        return self._prefilled(rows, result, stopwatch.stop())
 
-    def _prefilled(self, rows: Sequence[Row], result: PrefillResult) -> Launch:
+    def _prefilled(self, rows: Sequence[Row], result: PrefillResult, stopwatch: Stopwatch) -> Launch:
         token_B1 = result.token_B[: len(rows), None]
         packed = torch.where(result.final_B[: len(rows), None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 3)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
         logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
         predicted_B2 = _asked(rows, result.predicted_B2)
-        return Launch(packed, logprobs, rows, predicted_B2=predicted_B2, scores=result.scores)
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, scores=result.scores)
 
     def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
         """Replay the captured launch of this size; None if there is none."""

@@ -1,12 +1,24 @@
-"""Limits of what is launched at once, and lower ones for a while after the device ran out of memory."""
+"""Limits of what is launched at once, lower ones for a while after the device ran out of memory, and how long prompts
+wait for each other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp
+
+import numpy as np
+
+from specserve.scheduler.request import Request
+from specserve.speculation.control.acceptance import Floats
 
 ATTEMPTS = 5  # smallest possible launches that a request may fail alone
 LEAST_CHUNK = 16  # prompt tokens
 CALM = 16  # successful launches after which limits rise
+FORGET = 0.98  # of prompt launches, at each one
+RATE_SECONDS = 0.5  # over which prompts are counted
+MOST_GATHERING = 0.1  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +72,48 @@ class OOMBackoff:
             self.chunk = min(self.most_chunk, self.chunk * 2)
             highest = self.most_requests, self.most_requests, self.most_chunk
             self.lowered = (self.requests, self.prompts, self.chunk) != highest
+
+
+@dataclass(slots=True)
+class Gathering:
+    """How many prompts a launch should have. While it runs, all other requests wait, for a time of which a part does
+    not depend on its tokens: it reads all weights. (On a CPU that part is small, and nobody asks.)
+
+    Of k prompts that come at ``rate`` a second and go together, each waits for ``(k - 1) / (2 rate)`` on average, and
+    its share of the fixed part makes ``running`` requests wait for ``fixed / k``. Their sum is least at ``k = sqrt(2
+    rate running fixed)``. ``fixed`` is learned by linear regression of launches' seconds on their tokens.
+    """
+
+    _rate: float = 0.0
+    _counted: float = 0.0  # when the rate was
+    _began: float | None = None  # when the waiting prompts began to wait
+    _sums: Floats = field(default_factory=lambda: np.zeros(5))
+
+    @property
+    def fixed(self) -> float:
+        """Seconds of a launch without tokens; 0 if they are not known."""
+        count, tokens, squares, seconds, products = self._sums.tolist()
+        spread = count * squares - tokens * tokens
+        if spread <= tokens * tokens / 100:  # all launches had about as many
+            return 0.0
+        slope = (count * products - tokens * seconds) / spread
+        return float(min(max(seconds - slope * tokens, 0.0), seconds) / count)
+
+    def waits(self, prompts: int, running: Sequence[Request]) -> bool:
+        """Return whether so many prompts should wait for more. They join others that are being computed at no cost."""
+        now = time.monotonic()
+        self._rate *= exp((self._counted - now) / RATE_SECONDS)
+        self._counted = now
+        self._began = now if self._began is None else self._began
+        others = 0 if any(request.prefilling for request in running) else len(running)
+        enough = prompts * prompts >= 2 * self._rate * others * self.fixed
+        return not enough and now - self._began < MOST_GATHERING
+
+    def admitted(self) -> None:
+        """Count a prompt that waits no longer."""
+        self._rate += 1 / RATE_SECONDS
+        self._began = None
+
+    def ran(self, tokens: int, seconds: float) -> None:
+        """Learn from a launch."""
+        self._sums = FORGET * self._sums + [1, tokens, tokens * tokens, seconds, tokens * seconds]

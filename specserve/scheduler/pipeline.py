@@ -27,6 +27,7 @@ class InFlight:
     shape: StepShape | None = None  # None: a prefill
     batch: Batch | None = None  # what its shape was chosen for
     after: Launch | None = None
+    tokens: int = 0  # of prompts
 
     @property
     def adds(self) -> int:

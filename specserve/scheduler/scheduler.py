@@ -24,7 +24,7 @@ from specserve.messages import EngineInfo, Failed, FinishReason, Stats, Submit, 
 from specserve.scheduler.admission import Admission, Waiting
 from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.counters import Counters, StepCounters
-from specserve.scheduler.limits import ATTEMPTS, Limits, OOMBackoff
+from specserve.scheduler.limits import ATTEMPTS, Gathering, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.pipeline import InFlight, Pipeline
@@ -68,6 +68,7 @@ class Scheduler:
         self._outbox: list[Tokens | Failed] = []
         self._refused: tuple[Request, int] | None = None  # the head that did not fit, and ``Memory.changes``
         self._backoff = OOMBackoff(limits.max_running_requests, limits.chunked_prefill_size)
+        self._gathering = Gathering()
         self._constraints = Constraints(runner.masks)
         self._counters = Counters()
         self._step_counters = StepCounters()
@@ -163,7 +164,10 @@ class Scheduler:
     # Admission.
 
     def admit(self) -> None:
-        """Give slots and pages to waiting requests by rank, as long as both last."""
+        """Give slots and pages to waiting requests by rank, as long as both last, once there are enough of them."""
+        room = min(len(self.waiting), len(self._free_slots))
+        if room and self.limits.overlap and self._gathering.waits(room, self.running):
+            return
         while self.waiting and self._free_slots:
             request = self.waiting.head
             if self.running and self._refused == (request, self.memory.changes):
@@ -179,6 +183,7 @@ class Scheduler:
                 self._refused = request, self.memory.changes
                 return
             self.waiting.take(request.rid)
+            self._gathering.admitted()
             self._refused = None
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted
@@ -214,7 +219,7 @@ class Scheduler:
         launch = self._attempt(lambda: self._prefill(chunk), requests, chunk.tokens) if requests else None
         if launch is None:
             return 0
-        self._inflight.append(InFlight(launch, requests), begun)
+        self._inflight.append(InFlight(launch, requests, tokens=chunk.tokens), begun)
         self._step_counters.prefilled += chunk.tokens
         self._end_failed(requests)
         for request in [r for r in requests if r.slot >= 0]:
@@ -246,7 +251,7 @@ class Scheduler:
             return 0
         masked = [self._constraints.mask(r, shape.depth) for r in ready]
         rows = [
-            Row(r.slot, r.params, self._bound(r), r.unconsumed, masked=each)
+            Row(r.slot, r.params, r.computed + r.inflight, r.unconsumed, masked=each)
             for r, each in zip(ready, masked, strict=True)
         ]
         if self._inflight and any(masked):
@@ -297,10 +302,6 @@ class Scheduler:
         """Return the requests that a step may serve."""
         return [r for r in self.running if not r.prefilling and r.wants_tokens][: self._backoff.requests]
 
-    def _bound(self, request: Request) -> int:
-        """Return the most tokens that the request's cache may hold once everything in flight has run."""
-        return request.computed + request.inflight
-
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
         """Find pages for the next step: evict, then read what is in flight, then preempt the last, then don't draft."""
         while True:
@@ -326,7 +327,7 @@ class Scheduler:
                 return ready, batch, plain
 
     def _reserve(self, ready: list[Request], shape: StepShape) -> bool:
-        needs = [(request, self._bound(request) + shape.reserve) for request in ready]
+        needs = [(request, request.computed + request.inflight + shape.reserve) for request in ready]
         if not self.memory.prepare(needs):
             return False
         for request, tokens in needs:
@@ -417,6 +418,8 @@ class Scheduler:
             gained = kept / live if live else 1.0
             self._constraints.ran(len(item.requests), item.launch.seconds, item.idle)
             self._observe(item.launch.seconds, item.shape, item.batch, outcome, gained)
+        else:
+            self._gathering.ran(item.tokens, item.launch.seconds)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
         return item
