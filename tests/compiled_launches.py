@@ -41,6 +41,7 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
+from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
 from torch import Tensor
@@ -455,7 +456,7 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     x_TI, ids_R = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     indexed_linear(x_TI, weight(8192, 4096, dtype), ids_R)
     if dtype.itemsize == 2:
-        for gated in (False, True):
+        for gated in GATES:
             if tokens <= 16:
                 linear_few(x_TI, weight(4096, 4096, dtype), gated)
             if tokens <= 64:
@@ -464,11 +465,11 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
         scale_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
         multiply = integer_linear if rounded == torch.int8 and dtype.itemsize == 2 else quantized_linear
-        for gated in (False, True):
+        for gated in GATES:
             multiply(x_TI, weight(4096, 4096, rounded), scale_OG, bias_O, gated)
 
 
-def launch_packed(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+def launch_packed(tokens: int, gated: Gate, dtype: torch.dtype = torch.bfloat16) -> None:
     """Projections of 4096 inputs by all kinds of stored weights."""
     x_TI = torch.zeros(tokens, 4096, dtype=dtype)
     for packed in packed_weights():
@@ -503,7 +504,7 @@ def wide_weights() -> list[Packed]:
 def launch_wide_packed(tokens: int) -> None:
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
     for packed in wide_weights():
-        packed_linear(x_TI, packed, None, True)
+        packed_linear(x_TI, packed, None, "silu")
         if tokens == 64:
             gate_rounded(x_TI, packed, None, packed.rounding)
 
@@ -522,8 +523,8 @@ def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
     scale_OG = torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    integer_linear(round_inputs(x_TI, torch.int8), weight(28672, 4096, torch.int8), scale_OG, None, True)
-    swap_ab_linear(x_TI, weight(28672, 4096), gated=True)
+    integer_linear(round_inputs(x_TI, torch.int8), weight(28672, 4096, torch.int8), scale_OG, None, "silu")
+    swap_ab_linear(x_TI, weight(28672, 4096), "silu")
 
 
 def main() -> None:
@@ -532,7 +533,7 @@ def main() -> None:
     gc.disable()  # Triton's front end makes so many objects that looking through them takes a tenth of the time
     with torch.inference_mode(), compiled_only() as compiler:
         compiler.until = "ptx"
-        launch_packed(8, gated=False)
+        launch_packed(8, None)
         compiler.until = "llir"
         launch_attention(128, 20, 16, whole=False)
         launch_norms()
@@ -540,7 +541,7 @@ def main() -> None:
         launch_wide(8)
         launch_wide(128)
         launch_attention(128, 20, 16, scales=KVScales(), whole=False)
-        launch_packed(64, gated=False)
+        launch_packed(64, None)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
         compiler.until = "ttir"
@@ -563,14 +564,14 @@ def main() -> None:
         for tokens in (32, 64):
             launch_wide(tokens)
         launch_linears(8, torch.float32)
-        launch_packed(8, False, torch.float32)
+        launch_packed(8, None, torch.float32)
         for tokens in (1, 16):
-            launch_packed(tokens, gated=False)
+            launch_packed(tokens, None)
         for tokens in (64, 200):
-            launch_packed(tokens, gated=True)
+            launch_packed(tokens, "gelu_tanh" if tokens == 64 else "silu")
         Device.capability, compiler.until = 89, "llir"
         assume(Gpu((8, 9), Limits(128, ADA_SHARED)))
-        launch_packed(64, gated=False)
+        launch_packed(64, None)
     for compiled in compiler.found.values():
         print(json.dumps(asdict(compiled)))
 

@@ -250,8 +250,8 @@ def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
     assert torch.equal(projection.outputs_from(32, x[:-1]), few[:, 32:])
     gate, y = head.mlp.gate_up_proj, x[:, :128].contiguous()
     assert isinstance(gate, QuantizedLinear)
-    assert torch.equal(gate(y, gated=True), linear(y, *gate.rows_from(0), gated=True))
-    torch.testing.assert_close(gate(y[:-1], gated=True), gate(y, gated=True)[:-1], rtol=0, atol=0.05)
+    assert torch.equal(gate(y, gated="silu"), linear(y, *gate.rows_from(0), gated="silu"))
+    torch.testing.assert_close(gate(y[:-1], gated="silu"), gate(y, gated="silu")[:-1], rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from specserve_kernels import Gate
 from torch import nn
 
 from specserve.layers.decoder import MLP, LayerConfig
@@ -95,17 +96,18 @@ def test_what_is_trained_on_a_gpu_has_gradients() -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gated"),
     [
-        *((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)),
+        *((6144, 4096, None), (4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None)),
+        (30720, 3840, "gelu_tanh"),
         *(
-            (128256, 4096, False),
-            (384, 256, False),
-            (1536, 256, True),
-            (256, 768, False),
-            (2304, 3072, False),
+            (128256, 4096, None),
+            (384, 256, None),
+            (1536, 256, "silu"),
+            (256, 768, None),
+            (2304, 3072, None),
         ),
     ],
 )
-def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: bool) -> None:
+def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: Gate) -> None:
     add_in_order()
     draws = torch.Generator("cuda").manual_seed(0)
     most = 8192 if outputs < 100_000 else 512

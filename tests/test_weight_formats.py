@@ -380,10 +380,10 @@ def test_gates_are_rounded_for_readers_that_store_8_bits(plain: Path) -> None:
     with held_as_on_a_gpu():
         mlp = load_target(plain, torch.float32, CPU, config=config).layers[0].mlp
     gate, x_TI = mlp.gate_up_proj, torch.randn(3, mlp.gate_up_proj.packed.inputs)
-    expected = gate(x_TI, gated=True)
-    found = gate.gate_for(mlp.down_proj, x_TI)
+    expected = gate(x_TI, "silu")
+    found = gate.gate_for(mlp.down_proj, x_TI, "silu")
     assert isinstance(found, Rounded)
     torch.testing.assert_close(found.plain_TI, expected, rtol=0, atol=float(expected.abs().max()) / 30_000)
     for dtype in (torch.int8, None):
         with patch.object(type(mlp.down_proj), "rounds_to", return_value=dtype):
-            assert torch.equal(gate.gate_for(mlp.down_proj, x_TI), expected)
+            assert torch.equal(gate.gate_for(mlp.down_proj, x_TI, "silu"), expected)

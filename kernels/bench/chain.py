@@ -79,7 +79,7 @@ def gated(x: Tensor | Rounded, weight: Weight, reader: Weight) -> Tensor | Round
         return gate_rounded(x, weight, None, reader.rounding)
     assert isinstance(x, Tensor)
     assert isinstance(weight, Tensor)
-    return linear.linear(x, weight, None, True)
+    return linear.linear(x, weight, None, "silu")
 
 
 def normed(

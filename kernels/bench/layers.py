@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 from specserve_kernels.ops import pdl as overlap
-from specserve_kernels.ops.layer.activation import silu_and_mul
+from specserve_kernels.ops.layer.activation import apply_gate
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs
 from specserve_kernels.ops.layer.norm import add_rms_norm, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
@@ -51,8 +51,8 @@ def make_add_rms_norm(tokens: int) -> Callable[[], object]:
     return partial(add_rms_norm, draw(tokens, HIDDEN), draw(tokens, HIDDEN), draw(HIDDEN), 1e-5)
 
 
-def make_silu_and_mul(tokens: int) -> Callable[[], object]:
-    return partial(silu_and_mul, draw(tokens, 2 * INNER))
+def make_gate(tokens: int) -> Callable[[], object]:
+    return partial(apply_gate, draw(tokens, 2 * INNER), "silu")
 
 
 def make_rotary_store_kv(tokens: int, heads: int = HEADS) -> Callable[[], object]:
@@ -81,7 +81,7 @@ EMBEDDING: list[Tensor] = []
 OPERATIONS = [
     Operation("rms_norm", make_rms_norm, 2 * 2 * HIDDEN),
     Operation("add_rms_norm", make_add_rms_norm, 2 * 4 * HIDDEN),
-    Operation("silu_and_mul", make_silu_and_mul, 2 * 3 * INNER),
+    Operation("apply_gate", make_gate, 2 * 3 * INNER),
     Operation("rotary_store_kv", make_rotary_store_kv, 2 * HEAD_DIM * (2 * (HEADS + 2 * KV_HEADS) + 2)),
     Operation("rotary, k and v", partial(make_rotary_store_kv, heads=0), 2 * HEAD_DIM * (4 * KV_HEADS + 2)),
     Operation("pair_inputs", make_pair_inputs, 2 * 5 * HIDDEN),

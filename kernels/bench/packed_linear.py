@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from layers import copy_rate, draw, graph_seconds
 from linear import SHAPES, WEIGHTS
-from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
+from specserve_kernels import FP8, Gate, Numbers, Packed, Rounded, apply_gate, dequantize_packed, pack
 from specserve_kernels.ops.linear import packed
 from specserve_kernels.ops.linear.choose import LaunchConfig, for_packed
 from specserve_kernels.ops.linear.packed import packed_linear, share_of
@@ -83,12 +83,12 @@ def rounded(x: Tensor, weight: Packed) -> Rounded:
     return round_inputs(x, weight.rounding)
 
 
-def plain(x: Tensor, weight_OI: Tensor, gated: bool) -> Tensor:
+def plain(x: Tensor, weight_OI: Tensor, gated: Gate) -> Tensor:
     out = F.linear(x, weight_OI)
-    return silu_and_mul(out) if gated else out
+    return apply_gate(out, gated)
 
 
-def check(x: Rounded, weight: Packed, gated: bool) -> None:
+def check(x: Rounded, weight: Packed, gated: Gate) -> None:
     expected = plain(x.plain_TI, dequantize_packed(weight, torch.float32), gated)
     error = float((packed_linear(x, weight, None, gated).float() - expected).norm() / expected.norm())
     assert error < 1e-2, (len(x.plain_TI), weight.values.shape, error)
@@ -122,10 +122,10 @@ def pipelines(weight: Packed, tokens: int, gated: bool) -> Iterator[tuple[Launch
         yield from ((LaunchConfig(width, outputs, step, stages, warps, parts), cut) for parts in {1, cut})
 
 
-def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
+def swept(x: Rounded, weights: list[Packed], gated: Gate, once: bool) -> str:
     """The fastest four pipelines, with their ranges."""
     found = []
-    for chosen, cut in pipelines(weights[0], x.unit_GT.shape[1], gated):
+    for chosen, cut in pipelines(weights[0], x.unit_GT.shape[1], bool(gated)):
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(packed, "launch_config", return_value=chosen))
             stack.enter_context(mock.patch.object(packed, "ranges", return_value=cut))
@@ -148,7 +148,7 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
         row = f"{kind:<11}{name:<8} M={tokens:<4}"
         read = rounded(x, weights[0])
         alone = for_packed(weights[0], tokens, share_of(weights[0], gated=True)) != "packed"
-        gated = name == "gate_up" and (args.sweep or not alone)
+        gated: Gate = "silu" if name == "gate_up" and (args.sweep or not alone) else None
         if args.sweep:
             print(f"{row} {swept(read, weights, gated, args.once)}", flush=True)
             continue

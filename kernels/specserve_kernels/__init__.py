@@ -6,6 +6,7 @@ The references are the CPU backend and the oracle that the Triton versions are t
 from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
+from specserve_kernels.reference.layer.activation import Gate
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
 from specserve_kernels.reference.linear import indexed, integer, packed, quantized
 from specserve_kernels.reference.linear import linear as _linear
@@ -54,6 +55,7 @@ accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
 add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
 advance = dispatched(commit.advance)
+apply_gate = dispatched(activation.apply_gate)
 embed_rms_norm = dispatched(norm.embed_rms_norm)
 find_continuations = dispatched(lookup.find_continuations)
 follow_continuation = dispatched(continuation.follow_continuation)
@@ -76,8 +78,6 @@ root_level = dispatched(grow.root_level)
 round_inputs = dispatched(_quantize.round_inputs)
 rotary_store_kv = dispatched(rotary.rotary_store_kv)
 select_tree = dispatched(select.select_tree)
-silu_and_mul = dispatched(activation.silu_and_mul)
-gelu_and_mul = dispatched(activation.gelu_and_mul)
 single_nodes = dispatched(select.single_nodes)
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "PAIRED",
     "Accepted",
     "Continuations",
+    "Gate",
     "KVScales",
     "Level",
     "Numbers",
@@ -104,6 +105,7 @@ __all__ = [
     "add_rms_norm_rounded",
     "address",
     "advance",
+    "apply_gate",
     "apply_rotary",
     "chain_masks",
     "count_tokens",
@@ -117,7 +119,6 @@ __all__ = [
     "follow_prediction",
     "gate_rounded",
     "gather_slots",
-    "gelu_and_mul",
     "group_bias",
     "grow_level",
     "gumbel_noise",
@@ -145,7 +146,6 @@ __all__ = [
     "rounded_inputs",
     "runs_triton",
     "select_tree",
-    "silu_and_mul",
     "single_nodes",
     "store_page_features",
     "tree_masks",

@@ -8,12 +8,11 @@ import pytest
 import torch
 from specserve_kernels import (
     add_rms_norm,
+    apply_gate,
     apply_rotary,
-    gelu_and_mul,
     rms_norm,
     rotary_store_kv,
     rotary_table,
-    silu_and_mul,
 )
 from specserve_kernels.reference.layer.rotary import store_kv
 
@@ -44,17 +43,17 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(normed.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_silu_and_mul() -> None:
+def test_silu() -> None:
     gate, up = draws(5, 6, seed=1), draws(5, 6, seed=2)
     expected = [
         [g / (1 + math.exp(-g)) * u for g, u in zip(*rows, strict=True)]
         for rows in zip(gate.tolist(), up.tolist(), strict=True)
     ]
-    found = silu_and_mul(torch.cat([gate, up], dim=1))
+    found = apply_gate(torch.cat([gate, up], dim=1), "silu")
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
 
 
-def test_gelu_and_mul() -> None:
+def test_gelu() -> None:
     gate, up = draws(5, 6, seed=1), draws(5, 6, seed=2)
 
     def gelu(g: float) -> float:
@@ -64,7 +63,7 @@ def test_gelu_and_mul() -> None:
         [gelu(g) * u for g, u in zip(*rows, strict=True)]
         for rows in zip(gate.tolist(), up.tolist(), strict=True)
     ]
-    found = gelu_and_mul(torch.cat([gate, up], dim=1))
+    found = apply_gate(torch.cat([gate, up], dim=1), "gelu_tanh")
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
 
 

@@ -9,12 +9,15 @@ pytest.importorskip("triton")
 
 from specserve_kernels.ops.layer import activation, norm, rotary
 from specserve_kernels.ops.layer import embed_and_concat as pairs
-from specserve_kernels.ops.linear import choose, linear, swap_ab
+from specserve_kernels.ops.linear import choose, linear, packed, quantize, swap_ab
 from specserve_kernels.reference.layer import activation as reference_activation
 from specserve_kernels.reference.layer import embed_and_concat as reference_pairs
 from specserve_kernels.reference.layer import norm as reference_norm
 from specserve_kernels.reference.layer import rotary as reference_rotary
+from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear import linear as reference_linear
+from specserve_kernels.reference.linear.packed import Numbers, pack
+from specserve_kernels.reference.linear.quantize import PAIRED
 from specserve_kernels.types import KVScales
 from torch import Tensor
 
@@ -100,21 +103,45 @@ def test_norms_with_a_wide_weight(draw, dtype: torch.dtype) -> None:
         assert (norm.rms_norm(x, weight, 1e-5) == expected).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("gated", GATES)
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 1408), (3, 24), (4, 1025), (2, 1), (0, 8)])
-def test_gates(draw, tokens: int, inner: int, name: str) -> None:
-    gate_up, found = 4 * draw(tokens, 2 * inner), getattr(activation, name)
-    expected = getattr(reference_activation, name)(gate_up)
-    assert_close(found(gate_up), expected)
+def test_gates(draw, tokens: int, inner: int, gated: Gate) -> None:
+    gate_up = 4 * draw(tokens, 2 * inner)
+    expected = reference_activation.apply_gate(gate_up, gated)
+    assert_close(activation.apply_gate(gate_up, gated), expected)
     strided = torch.cat([gate_up, gate_up], dim=1)[:, : 2 * inner]
-    assert_close(found(strided), expected)
+    assert_close(activation.apply_gate(strided, gated), expected)
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
-def test_large_gates(draw, name: str) -> None:
+@pytest.mark.parametrize("gated", GATES)
+def test_large_gates(draw, gated: Gate) -> None:
     gate_up = draw(1, 8)
     gate_up[0] = torch.tensor([-80.0, -20.0, 80.0, 20.0, 3.0, 3.0, 3.0, 3.0])
-    assert_close(getattr(activation, name)(gate_up), getattr(reference_activation, name)(gate_up))
+    found = activation.apply_gate(gate_up, gated)
+    assert_close(found, reference_activation.apply_gate(gate_up, gated))
+
+
+@pytest.mark.parametrize("gated", GATES[1:])
+def test_all_kernels_gate_with_the_same_bits(draw, gated: Gate) -> None:
+    """Products with an identity, which are exact: the numbers of an int8 weight as gates and what they multiply."""
+    device = draw(1).device
+    size, dtype = (64, torch.float16) if device.type == "cpu" else (256, torch.bfloat16)
+    x = torch.eye(size, device=device, dtype=dtype)
+    values = (draw(2 * size, size).float() * 40).round().clamp(-127, 127).to(torch.int8)
+    scale = torch.full((2 * size, 1), 2.0**-5, device=device)
+    weight = (values.float() * scale).to(dtype)
+    expected = activation.apply_gate(weight.T.contiguous(), gated)
+    found = torch.cat([linear.linear_few(each, weight, gated) for each in x.split(16)])
+    assert torch.equal(found, expected)
+    found = torch.cat([swap_ab.swap_ab_linear(each, weight, gated) for each in x.split(64)])
+    assert torch.equal(found, expected)
+    stored = pack(Numbers(values, scale))
+    found = packed.packed_linear(x, stored, None, gated)
+    assert torch.equal(found, expected)
+    rounded = packed.gate_rounded(x, stored, None, PAIRED, gated)
+    again = quantize.round_gated(weight.T.contiguous(), PAIRED, gated)
+    for each in (rounded, again):
+        assert torch.equal(each.values, quantize.round_inputs(expected, PAIRED).values)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -250,16 +277,16 @@ def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
     x, weight = draw(tokens, inputs), 2 * draw(2 * inner, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
-    found = linear.linear_few(x, weight, gated=True)
-    assert_close(found, activation.silu_and_mul(linear.linear_few(x, weight)))
-    assert_close(found, linear.linear(x, weight, torch.zeros_like(weight[:, 0]), gated=True))
+    found = linear.linear_few(x, weight, "silu")
+    assert_close(found, activation.apply_gate(linear.linear_few(x, weight), "silu"))
+    assert_close(found, linear.linear(x, weight, torch.zeros_like(weight[:, 0]), "silu"))
 
 
 @pytest.mark.parametrize("tokens", [9, 32, 60, 100])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", GATES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 1024), (200, 2056), (512 + 24, 72)])
 def test_swap_ab_linear(
-    draw, outputs: int, inputs: int, gated: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+    draw, outputs: int, inputs: int, gated: Gate, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of few outputs meet; ends of tokens, outputs and inputs; a place that is given."""
     monkeypatch.setattr(choose, "MANY_OUTPUTS", 512)
@@ -267,7 +294,7 @@ def test_swap_ab_linear(
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
     expected = torch.nn.functional.linear(x.float(), weight.float()).to(x.dtype)
-    expected = activation.silu_and_mul(expected) if gated else expected
+    expected = activation.apply_gate(expected, gated)
     for out in (None, x.new_full((tokens + 1, expected.shape[1]), 7.0)):
         found = swap_ab.swap_ab_linear(x, weight, gated, None if out is None else out[:tokens])
         several = 4 * TOLERANCE[found.dtype]  # roundings
@@ -295,10 +322,10 @@ def test_a_place_that_is_wrong(draw) -> None:
     x, weight, bias = draw(3, 64), draw(72, 64), draw(72)
     out = x.new_empty(3, 72)
     wrong = [
-        (bias, False, out),
-        (None, True, out),
-        (None, False, out[:2]),
-        (None, False, x.new_empty(72, 3).T),
+        (bias, None, out),
+        (None, "silu", out),
+        (None, None, out[:2]),
+        (None, None, x.new_empty(72, 3).T),
     ]
     for version in (linear.linear, reference_linear.linear):
         for given, gated, place in wrong:

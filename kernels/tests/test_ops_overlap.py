@@ -210,7 +210,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5, torch.int8)
                 x = integer_linear(read, *square)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
-            gated = swap_ab_linear(x, up, True) if tokens > 64 else linear(x, up, None, gated=True)
+            gated = swap_ab_linear(x, up, "silu") if tokens > 64 else linear(x, up, None, "silu")
             x = integer_linear(gated, *down)
         return x + residual
 

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels import FP8, PAIRED, Numbers, Packed, Rounded, dequantize_packed, pack
+from specserve_kernels import FP8, PAIRED, Gate, Numbers, Packed, Rounded, dequantize_packed, pack
 from specserve_kernels.ops.device import H200, Limits, tickets
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.linear import choose
@@ -153,14 +153,14 @@ def rounded(x: Tensor, weight: Packed) -> Rounded:
     return round_inputs(x, weight.rounding)
 
 
-def check(x: Tensor, weight: Packed, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+def check(x: Tensor, weight: Packed, bias: Tensor | None = None, gated: Gate = None) -> Tensor:
     """With the same rounded inputs. Gated, two sums are rounded before they are multiplied: each may be rounded the
     other way. Returns the outputs."""
     found = ops.packed_linear(x, weight, bias, gated)
     read, weight = rounded(x, weight), weight._replace(order_I=None)
     expected = reference.packed_linear(read, weight, bias, gated)
     assert found.dtype == x.dtype
-    tolerance = (1 + (gated and x.dtype != torch.float32)) * TOLERANCE[x.dtype]
+    tolerance = (1 + (gated is not None and x.dtype != torch.float32)) * TOLERANCE[x.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     return found
 
@@ -253,8 +253,8 @@ def test_any_number_of_tokens(draw: Draw, kind: Kind, tokens: int) -> None:
 def test_gated_inputs_may_be_rounded_before(draw: Draw, kind: Kind, tokens: int) -> None:
     x = draw(tokens, 300)
     weight = pack(kind.draw(2 * 34, 300, x.device))
-    found = ops.packed_linear(rounded(x, weight), weight, None, gated=True)
-    assert torch.equal(found, ops.packed_linear(x, weight, None, gated=True))
+    found = ops.packed_linear(rounded(x, weight), weight, None, "silu")
+    assert torch.equal(found, ops.packed_linear(x, weight, None, "silu"))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (130, 72)])
@@ -272,7 +272,7 @@ def test_no_tokens(draw: Draw) -> None:
 def test_gated(draw: Draw, kind: Kind, sizes: tuple[int, int]) -> None:
     tokens, inner = sizes
     x = draw(tokens, 300)
-    check(x, pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner), gated=True)
+    check(x, pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner), "gelu_tanh")
 
 
 @with_most("inputs", [15 * 128 + 40], 16 * 128)
@@ -345,16 +345,16 @@ def test_every_number_is_itself() -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gated"),
     [
-        (6144, 4096, False),
-        (4096, 4096, False),
-        (28672, 4096, True),
-        (4096, 14336, False),
-        (1536, 200, True),
-        (1024, 29568, False),
+        (6144, 4096, None),
+        (4096, 4096, None),
+        (28672, 4096, "silu"),
+        (4096, 14336, None),
+        (1536, 200, "gelu_tanh"),
+        (1024, 29568, None),
     ],
 )
 @pytest.mark.parametrize("kind", [*KINDS[:5], *KINDS[6:8]], ids=str)
-def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: bool, kind: Kind) -> None:
+def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: Gate, kind: Kind) -> None:
     """A token's row, alone and with up to 299 others and more."""
     weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
     draws = torch.Generator("cuda").manual_seed(0)
@@ -382,11 +382,11 @@ def test_error_is_a_roundings(outputs: int, inputs: int, tokens: int, kind: Kind
 
 @with_most(
     "sizes",
-    [(5, 34, 256, False), (5, 34, 256, True)],
-    (70, 70, 15 * 128 + 40, True),
+    [(5, 34, 256, None), (5, 34, 256, "silu")],
+    (70, 70, 15 * 128 + 40, "silu"),
     [each for each in KINDS if each.dtype == INT4],
 )
-def test_converted_first(device: torch.device, kind: Kind, sizes: tuple[int, int, int, bool]) -> None:
+def test_converted_first(device: torch.device, kind: Kind, sizes: tuple[int, int, int, Gate]) -> None:
     """As for prompts: the same bits."""
     tokens, outputs, inputs, gated = sizes
     weight = pack(kind.draw(outputs, inputs, device))
@@ -402,7 +402,7 @@ def test_gates_are_rounded(draw: Draw, kind: Kind, tokens: int, inner: int, dtyp
     x = draw(tokens, 300)
     weight, bias = pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner)
     found = ops.gate_rounded(x, weight, bias, dtype)
-    expected = round_inputs(ops.packed_linear(x, weight, bias, gated=True), dtype)
+    expected = round_inputs(ops.packed_linear(x, weight, bias, "silu"), dtype)
     assert found.dtype == x.dtype
     assert torch.equal(found.values, expected.values)
     assert torch.equal(found.unit_GT, expected.unit_GT)
@@ -492,7 +492,7 @@ def test_wide_gates_are_rounded(tokens: int, kind: Kind) -> None:
     x = torch.randn(tokens, 4096, device="cuda").bfloat16()
     weight = pack(kind.draw(28672, 4096, x.device))
     found = ops.gate_rounded(x, weight, None, PAIRED)
-    expected = round_inputs(ops.packed_linear(x, weight, None, gated=True), PAIRED)
+    expected = round_inputs(ops.packed_linear(x, weight, None, "silu"), PAIRED)
     assert torch.equal(found.values, expected.values)
     assert torch.equal(found.unit_GT, expected.unit_GT)
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels import dequantize, quantize
+from specserve_kernels import Gate, dequantize, quantize
 from specserve_kernels.ops.device import Limits, tickets
 from specserve_kernels.ops.linear import quantized as ops
 from specserve_kernels.reference.linear import quantized as reference
@@ -28,12 +28,12 @@ def kind(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gated: Gate = None) -> None:
     """Gated, two sums are rounded ahead of their product: each may be rounded the other way."""
     found = ops.quantized_linear(x, weight, scale, bias, gated)
     expected = reference.quantized_linear(x, weight, scale, bias, gated)
     assert found.dtype == x.dtype
-    tolerance = (1 + (gated and x.dtype != torch.float32)) * TOLERANCE[x.dtype]
+    tolerance = (1 + (gated is not None and x.dtype != torch.float32)) * TOLERANCE[x.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -46,7 +46,7 @@ def test_any_number_of_tokens(draw: Draw, kind: torch.dtype, tokens: int) -> Non
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (7, 33), (20, 100)])
 def test_gated(draw: Draw, kind: torch.dtype, tokens: int, inner: int) -> None:
     weight, scale = quantize(2 * draw(2 * inner, 300) / 300**0.5, kind)
-    check(draw(tokens, 300), weight, scale, draw(2 * inner), gated=True)
+    check(draw(tokens, 300), weight, scale, draw(2 * inner), gated="silu")
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (4300, 64), (128, 1024)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from specserve_kernels import Rounded, gelu_and_mul
+from specserve_kernels import Gate, Rounded
 from torch import Tensor, nn
 
 from specserve.kv.spec import HeadKV
@@ -18,8 +18,6 @@ from specserve.layers.linear import PLAIN
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope
 from specserve.layers.weights import Projection, WeightFormat
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class LayerConfig:
     qk_norm: bool | Literal["whole"] = False
     rope: int = 0
     softmax: Softmax = field(default_factory=Softmax)
-    activation: Activation = "silu"
+    activation: Gate = "silu"
     reads: int | None = None
     v_proj: bool = True
     token_inputs: int = 0
@@ -136,9 +134,7 @@ class MLP(nn.Module):
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        if self.activation == "silu":
-            return self.down_proj(self.gate_up_proj.gate_for(self.down_proj, x_TH)), residual_TH
-        return self.down_proj(gelu_and_mul(self.gate_up_proj(x_TH))), residual_TH
+        return self.down_proj(self.gate_up_proj.gate_for(self.down_proj, x_TH, self.activation)), residual_TH
 
 
 def reader_of(block: nn.Module) -> Projection | None:

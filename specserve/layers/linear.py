@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 import torch
 from specserve_kernels import (
+    Gate,
     Rounded,
+    apply_gate,
     dequantize,
     indexed_linear,
     integer_linear,
@@ -29,7 +31,6 @@ from specserve_kernels import (
     quantize,
     quantized_linear,
     rounded_inputs,
-    silu_and_mul,
 )
 from torch import Tensor, nn
 
@@ -77,15 +78,14 @@ class Linear(Projection, nn.Linear):
         pieces = {name: p.detach().split(sizes) for name, p in self.named_parameters()}
         return [{name: piece[i] for name, piece in pieces.items()} for i in range(len(sizes))]
 
-    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         x_TI = self._read(x_TI)
         if self.packed is None:
             return linear(x_TI, self.weight, self.bias, gated, out)
         found: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x_TI, self.packed, self.bias, "none", [], ""
         )
-        if gated:
-            found = silu_and_mul(found)
+        found = apply_gate(found, gated)
         return found if out is None else out.copy_(found)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
@@ -156,7 +156,7 @@ class QuantizedLinear(Projection):
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         return torch.int8 if self._integers and tokens <= self._few else None
 
-    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         found = self._multiply(0, x_TI, gated)
         return found if out is None else out.copy_(found)
 
@@ -164,12 +164,12 @@ class QuantizedLinear(Projection):
         return self._plain.rows_from(start)
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
-        return self._multiply(start, x_TI, False)
+        return self._multiply(start, x_TI, None)
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self._plain.rows(ids_R)
 
-    def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: bool) -> Tensor:
+    def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: Gate) -> Tensor:
         plain_OI, bias_O = self.rows_from(start)
         rows = self.weight_OI[start:], self.scale_OG[start:]
         if isinstance(x_TI, Tensor):

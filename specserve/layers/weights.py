@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from specserve_kernels import Rounded
+from specserve_kernels import Gate, Rounded
 from torch import Tensor, nn
 
 
@@ -39,14 +39,14 @@ class Projection(nn.Module):
             for name, target in part.items():
                 target.copy_(found[name])
 
-    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
-        """Return ``[T, O]``, or its ``silu_and_mul`` if ``gated``; written to ``out`` if given."""
+    def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
+        """Return ``[T, O]``, or its ``apply_gate`` if ``gated``; written to ``out`` if given."""
         raise NotImplementedError
 
-    def gate_for(self, reader: Projection, x_TI: Tensor | Rounded) -> Tensor | Rounded:
+    def gate_for(self, reader: Projection, x_TI: Tensor | Rounded, gated: Gate) -> Tensor | Rounded:
         """Return the gated result, quantized as ``reader`` does if this format can."""
-        gated: Tensor = self(x_TI, gated=True)
-        return gated
+        out: Tensor = self(x_TI, gated)
+        return out
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         """Return the dtype that it quantizes this number of tokens to, so that the preceding norm can, or None if it

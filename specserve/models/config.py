@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from specserve_kernels import Gate
 
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import Softmax
-from specserve.layers.decoder import Activation, LayerConfig
+from specserve.layers.decoder import LayerConfig
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.layers.weights import WeightFormat
@@ -199,7 +200,7 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
     )
 
 
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def with_windows(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from specserve_kernels import silu_and_mul
+from specserve_kernels import Gate, apply_gate
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
@@ -36,9 +36,9 @@ class ScaledProjection(Projection):
         pieces = zip(self.weight_OI.split(sizes), self.scale_O1.split(sizes), strict=True)
         return [{"weight": weight, "weight_scale": scale} for weight, scale in pieces]
 
-    def forward(self, x_TI: Any, gated: bool = False, out: Tensor | None = None) -> Tensor:
+    def forward(self, x_TI: Any, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         found = x_TI @ self.rows(None)[0].T
-        found = silu_and_mul(found) if gated else found
+        found = apply_gate(found, gated)
         return found if out is None else out.copy_(found)
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -18,15 +18,16 @@ import torch
 from specserve_kernels import (
     FP8,
     PAIRED,
+    Gate,
     Numbers,
     Packed,
     Rounded,
+    apply_gate,
     dequantize_packed,
     gate_rounded,
     on_gpu,
     pack,
     packed_linear,
-    silu_and_mul,
 )
 from torch import Tensor, nn
 
@@ -147,18 +148,18 @@ class StoredProjection(Projection):
         inputs, step, rows = self.inputs, self._step, self._rows
         return Packed(self.values, self.scale, self.zero, inputs, step, rows, self.order)
 
-    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         if (instead := self._instead) is not None:
             found: Tensor = instead(x_TI, gated, out)
             return found
         found = packed_linear(x_TI, self.packed, self.bias_O, gated)
         return found if out is None else out.copy_(found)
 
-    def gate_for(self, reader: Projection, x_TI: Tensor | Rounded) -> Tensor | Rounded:
+    def gate_for(self, reader: Projection, x_TI: Tensor | Rounded, gated: Gate) -> Tensor | Rounded:
         rounding = reader.rounds_to(len(x_TI) if isinstance(x_TI, Tensor) else x_TI.unit_GT.shape[1])
         if self._instead is not None or rounding not in (FP8, PAIRED):
-            return super().gate_for(reader, x_TI)
-        return gate_rounded(x_TI, self.packed, self.bias_O, rounding)
+            return super().gate_for(reader, x_TI, gated)
+        return gate_rounded(x_TI, self.packed, self.bias_O, rounding, gated)
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         if self._instead is not None or self.order is not None:
@@ -241,9 +242,9 @@ class Joined(Projection):
         for piece in self.pieces:
             piece.load([next(left) for _ in piece.parts])
 
-    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         found = torch.cat([piece(x_TI) for piece in self.pieces], -1)
-        found = silu_and_mul(found) if gated else found
+        found = apply_gate(found, gated)
         return found if out is None else out.copy_(found)
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:

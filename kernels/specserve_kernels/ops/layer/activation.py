@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from math import e, log2, pi, sqrt
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.reference.layer.activation import GATES, Gate
 
 BLOCK = 1024  # channels of a program
 WARPS = 4
+# GELU is ``x / (1 + exp(-2 u))`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``.
+_CUBIC, _MINUS_TWICE = tl.constexpr(0.044715), tl.constexpr(-2 * sqrt(2 / pi) * log2(e))
 
 
-def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
-    return _gate(gate_up_T2I, GELU=False)
-
-
-def gelu_and_mul(gate_up_T2I: Tensor) -> Tensor:
-    return _gate(gate_up_T2I, GELU=True)
-
-
-def _gate(gate_up_T2I: Tensor, GELU: bool) -> Tensor:
+def apply_gate(gate_up_T2I: Tensor, gated: Gate) -> Tensor:
+    """Same as the reference."""
+    if gated is None:
+        return gate_up_T2I
     tokens, width = gate_up_T2I.shape
     inner = width // 2
     out_TI = gate_up_T2I.new_empty((tokens, inner))
@@ -30,7 +30,7 @@ def _gate(gate_up_T2I: Tensor, GELU: bool) -> Tensor:
         out_TI,
         gate_up_T2I.stride(0),
         I=inner,
-        GELU=GELU,
+        GATED=GATES.index(gated),
         BLOCK=BLOCK,
         num_warps=WARPS,
         **overlap(),
@@ -44,7 +44,7 @@ def _gated_activation_kernel(
     out_ptr,  # [T, I]
     stride,
     I: tl.constexpr,
-    GELU: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -54,20 +54,18 @@ def _gated_activation_kernel(
     i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up_ptr + t * stride + i, mask=i < I, other=0)
     up = tl.load(gate_up_ptr + t * stride + I + i, mask=i < I, other=0)
-    out = gate_by_gelu(gate, up) if GELU else gate_by_silu(gate, up)
+    out = activate(gate, up, GATED)
     tl.store(out_ptr + t * I + i, out, mask=i < I)
 
 
 @triton.jit
-def gate_by_silu(gate, up):
-    """Return ``silu(gate) * up``, rounded before the product, as in the reference."""
+def activate(gate, up, GATED: tl.constexpr):
+    """Return ``activation(gate) * up``, rounded before the product, as in the reference. ``GATED``: the activation's
+    place in ``GATES``."""
     wide = gate.to(tl.float32)
-    return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up
-
-
-@triton.jit
-def gate_by_gelu(gate, up):
-    """Return ``gelu(gate) * up`` with the tanh approximation, ``x / (1 + exp(-2 u))``, rounded before the product."""
-    wide = gate.to(tl.float32)
-    u = 0.7978845608028654 * wide * (1 + 0.044715 * wide * wide)
-    return (wide / (1 + tl.exp(tl.minimum(-2 * u, 80.0)))).to(gate.dtype) * up
+    if GATED == 1:
+        divisor = 1 + tl.exp(-wide)
+    else:  # no sum is left to the compiler, which may round a product first or not; 2^115 can still be divided by
+        turn = wide * tl.fma(wide * wide, _CUBIC, 1.0)
+        divisor = 1 + tl.exp2(tl.minimum(turn * _MINUS_TWICE, 115.0))
+    return (wide / divisor).to(gate.dtype) * up

@@ -13,6 +13,7 @@ from specserve_kernels.ops.device import H200, Limits, cdiv, limits_of, next_pow
 from specserve_kernels.ops.linear.choose import LaunchConfig
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import multiply
+from specserve_kernels.reference.layer.activation import Gate
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 
 _PROGRAMS = {32: 3, 64: 2}  # wanted programs per multiprocessor, by a program's tokens
@@ -28,7 +29,7 @@ def integer_linear(
     weight_OI: Tensor,
     scale_OG: Tensor,
     bias_O: Tensor | None = None,
-    gated: bool = False,
+    gated: Gate = None,
 ) -> Tensor:
     """Same as the reference. Rows of x may be strided."""
     x = round_inputs(x_TI, torch.int8) if isinstance(x_TI, Tensor) else x_TI

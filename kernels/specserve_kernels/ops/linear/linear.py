@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import Limits, cdiv, limits_of
-from specserve_kernels.ops.layer.activation import gate_by_silu, silu_and_mul
+from specserve_kernels.ops.layer.activation import activate, apply_gate
 from specserve_kernels.ops.linear.choose import FEW_OUTPUTS, FEW_TOKENS, LaunchConfig, for_plain
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.linear import check_place
 
 
@@ -25,13 +26,13 @@ def linear(
     x_TI: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    gated: bool = False,
+    gated: Gate = None,
     out_TO: Tensor | None = None,
 ) -> Tensor:
     """Same as the reference; 16-bit numbers are summed in float32. Rows of x may be strided."""
     if out_TO is not None:
-        check_place(out_TO, x_TI, weight_OI, bias_O, gated)
-    kernel = for_plain(x_TI, weight_OI, bias_O, gated)
+        check_place(out_TO, x_TI, weight_OI, bias_O, bool(gated))
+    kernel = for_plain(x_TI, weight_OI, bias_O, bool(gated))
     if kernel == "swap_ab":
         return swap_ab_linear(x_TI, weight_OI, gated, out_TO)
     if out_TO is not None:
@@ -39,10 +40,10 @@ def linear(
     if kernel == "few":
         return linear_few(x_TI, weight_OI, gated)
     out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
-    return silu_and_mul(out_TO) if gated else out_TO
+    return apply_gate(out_TO, gated)
 
 
-def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
+def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: Gate = None) -> Tensor:
     """Run the kernel, for at most 16 tokens in bf16 or fp16. Uses ``torch.nn.functional.linear`` if the device's shared
     memory is too small. Raises ValueError for more tokens."""
     tokens, inputs = x_TI.shape
@@ -52,7 +53,7 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
     chosen = launch_config(outputs, limits_of(x_TI.device))
     if chosen is None:
         out_TO = torch.nn.functional.linear(x_TI, weight_OI)
-        return silu_and_mul(out_TO) if gated else out_TO
+        return apply_gate(out_TO, gated)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
     _linear_kernel[(cdiv(out_TO.shape[1], chosen.outputs // 2 if gated else chosen.outputs),)](
         x_TI,
@@ -62,7 +63,7 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
         x_TI.stride(0),
         O=outputs,
         I=inputs,
-        GATED=gated,
+        GATED=GATES.index(gated),
         BLOCK_T=FEW_TOKENS,
         BLOCK_O=chosen.outputs,
         BLOCK_I=chosen.inputs,
@@ -135,7 +136,7 @@ def store_outputs(sums, out_ptr, block, t, tokens, O: tl.constexpr, GATED: tl.co
     out = sums.to(out_ptr.dtype.element_ty)
     if GATED:
         gate, up = tl.split(tl.reshape(out, (BLOCK_T, sums.shape[1] // 2, 2)))
-        out = gate_by_silu(gate, up)
+        out = activate(gate, up, GATED)
     WIDTH: tl.constexpr = O // 2 if GATED else O
     BLOCK: tl.constexpr = out.shape[1]
     o = block * BLOCK + tl.arange(0, BLOCK)

@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.device import Limits, cdiv, limits_of, next_power_of_2, tickets
-from specserve_kernels.ops.layer.activation import gate_by_silu
+from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.linear.choose import LaunchConfig, for_packed
 from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
 from specserve_kernels.ops.linear.quantize import round_gated, round_inputs
@@ -37,6 +37,7 @@ from specserve_kernels.ops.linear.specialized import specialized_linear
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.linear.streamed import streamed_linear
 from specserve_kernels.ops.pdl import INTERPRETED, overlap, take_turn
+from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Packed
 from specserve_kernels.reference.linear.quantize import FP8, Rounded
 
@@ -53,20 +54,20 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def packed_linear(
-    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: Gate = None
 ) -> Tensor:
     """Same as the reference, for 16-bit activations, or any if the weight is FP8. Rows of x may be strided. If a weight
     has its own order of inputs, x is first copied into that order."""
     x, (outputs, inputs) = _rounded(x_TI, weight), (len(weight.values), weight.inputs)
     tokens, columns = x.unit_GT.shape[1], 1 if x.values.dtype == FP8 else 2
-    cut, share = ranges(weight, gated), share_of(weight, gated)
+    cut, share = ranges(weight, bool(gated)), share_of(weight, bool(gated))
     if not gated and (found_TO := _hopper_linear(x, weight, bias_O, share)) is not None:
         return found_TO
     width = outputs // 2 if gated else outputs
     values, bits = weight.values, weight.bits
     if bits == 4 and tokens >= CONVERT_FROM:
         values, bits = convert(weight), 8
-    block = launch_config(weight, tokens, gated, limits_of(values.device))
+    block = launch_config(weight, tokens, bool(gated), limits_of(values.device))
     out_TO = x.unit_GT.new_empty((tokens, width), dtype=x.dtype)
     if not tokens:
         return out_TO
@@ -94,7 +95,7 @@ def packed_linear(
         GROUPED=weight.grouped,
         ZEROS=bits == 4 and weight.zero_WON is not None,
         BIAS=bias_O is not None,
-        GATED=gated,
+        GATED=GATES.index(gated),
         RANGES=cut,
         PARTS=block.parts,
         BLOCK_T=block.tokens,
@@ -111,14 +112,14 @@ def packed_linear(
 
 
 def gate_rounded(
-    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype, gated: Gate = "silu"
 ) -> Rounded:
     """Same as the reference."""
     x = _rounded(x_TI, weight)
     found_TO = _hopper_linear(x, weight, bias_O, share_of(weight, gated=True))
     if found_TO is None:
-        return round_inputs(packed_linear(x, weight, bias_O, gated=True), dtype)
-    return round_gated(found_TO, dtype)
+        return round_inputs(packed_linear(x, weight, bias_O, gated), dtype)
+    return round_gated(found_TO, dtype, gated)
 
 
 def _hopper_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor | None:
@@ -297,7 +298,7 @@ def _packed_linear_kernel(
     out = _scaled(total, unit, scale_ptrs, bias_ptr + o, inside_o, GROUPED, BIAS).to(out_ptr.dtype.element_ty)
     if GATED:
         up = _scaled(gated, unit, scale_ptrs2, bias_ptr + WIDTH + o, inside_o, GROUPED, BIAS)
-        out = gate_by_silu(out, up.to(out.dtype))
+        out = activate(out, up.to(out.dtype), GATED)
     out_ptrs = out_ptr + t.to(tl.int64)[:, None] * WIDTH + o[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside_t[:, None] & inside_o[None, :])
 

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv, next_power_of_2
-from specserve_kernels.ops.layer.activation import gate_by_silu
+from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.quantize import FP8, GROUP, LARGEST, LEAST_UNIT, PAIRED, Rounded
 
 _GROUPS = 8  # groups of a program: four warps with loads of 16 bytes for each thread
@@ -30,7 +31,7 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     """Same as the reference. Rows of x may be strided."""
     tokens, inputs = x_TI.shape
     if dtype != torch.int8:
-        return _round_rows(x_TI, inputs, dtype, gated=False)
+        return _round_rows(x_TI, inputs, dtype, None)
     out = empty_rounded(tokens, inputs, x_TI, dtype)
     _round_kernel[(tokens, cdiv(len(out.unit_GT), _GROUPS))](
         x_TI,
@@ -46,12 +47,12 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     return out
 
 
-def round_gated(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
-    """Round ``silu_and_mul(x)``, to FP8 or 15 bits."""
-    return _round_rows(x_TI, x_TI.shape[1] // 2, dtype, gated=True)
+def round_gated(x_TI: Tensor, dtype: torch.dtype, gated: Gate) -> Rounded:
+    """Round ``apply_gate(x, gated)``, to FP8 or 15 bits."""
+    return _round_rows(x_TI, x_TI.shape[1] // 2, dtype, gated)
 
 
-def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: bool) -> Rounded:
+def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: Gate) -> Rounded:
     out = empty_rounded(len(x_TI), width, x_TI, dtype)
     block = next_power_of_2(width)
     _round_rows_kernel[(len(x_TI),)](
@@ -62,7 +63,7 @@ def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: bool) -> Ro
         out.values.stride(0),
         I=width,
         BLOCK=block,
-        GATED=gated,
+        GATED=GATES.index(gated),
         num_warps=min(max(block // _PER_WARP, 1), 16),
         **overlap(),
     )
@@ -132,7 +133,7 @@ def _round_rows_kernel(
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * stride + i, mask=i < I, other=0)
     if GATED:
-        x = gate_by_silu(x, tl.load(x_ptr + t * stride + I + i, mask=i < I, other=0))
+        x = activate(x, tl.load(x_ptr + t * stride + I + i, mask=i < I, other=0), GATED)
     store_rounded_row(x, values_ptr, unit_ptr, t, values_stride, I)
 
 

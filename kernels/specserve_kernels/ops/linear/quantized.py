@@ -24,6 +24,7 @@ from specserve_kernels.ops.linear.choose import MANY_OUTPUTS, LaunchConfig
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
+from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.quantize import GROUP
 
 _PROGRAMS = {16: 6, 32: 3}  # wanted programs per multiprocessor, up to this many tokens
@@ -32,7 +33,7 @@ _LEAST_STAGES = 3  # two loads in flight while one is multiplied
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor, weight_OI: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, gated: Gate = None
 ) -> Tensor:
     """Same as the reference. Rows of x may be strided."""
     (tokens, inputs), size = x_TI.shape, x_TI.element_size()
@@ -47,7 +48,7 @@ def multiply(
     dtype: torch.dtype,
     weight: tuple[Tensor, Tensor],
     bias_O: Tensor | None,
-    gated: bool,
+    gated: Gate,
     block: LaunchConfig,
 ) -> Tensor:
     """Compute the product in ``dtype``. ``unit_GT``: scales of quantized activations, None for others. ``weight``:
@@ -74,7 +75,7 @@ def multiply(
         O=outputs,
         I=inputs,
         BIAS=bias_O is not None,
-        GATED=gated,
+        GATED=GATES.index(gated),
         ROUNDED=unit_GT is not None,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,

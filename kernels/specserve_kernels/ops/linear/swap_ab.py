@@ -23,19 +23,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.device import cdiv, limits_of
-from specserve_kernels.ops.layer.activation import gate_by_silu
+from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.linear.choose import LONE, swap_ab_config
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
+from specserve_kernels.reference.layer.activation import GATES, Gate
 
 
 def swap_ab_linear(
-    x_TI: Tensor, weight_OI: Tensor, gated: bool = False, out_TO: Tensor | None = None
+    x_TI: Tensor, weight_OI: Tensor, gated: Gate = None, out_TO: Tensor | None = None
 ) -> Tensor:
     """Same as the reference, summed in float32. At most 128 tokens, 16 bits, rows of whole 16 bytes. ``out_TO``: a
     contiguous output."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
     width = outputs // 2 if gated else outputs
-    block = swap_ab_config(outputs, inputs, tokens, gated, limits_of(x_TI.device))
+    block = swap_ab_config(outputs, inputs, tokens, bool(gated), limits_of(x_TI.device))
     rows = block.outputs // 2 if gated else block.outputs
     out_TO = x_TI.new_empty((tokens, width)) if out_TO is None else out_TO
     _swap_ab_kernel[(cdiv(width, rows),)](
@@ -45,7 +46,7 @@ def swap_ab_linear(
         tokens,
         O=outputs,
         I=inputs,
-        GATED=gated,
+        GATED=GATES.index(gated),
         BLOCK_T=block.tokens,
         BLOCK_O=rows,
         BLOCK_I=block.inputs,
@@ -87,6 +88,6 @@ def _swap_ab_kernel(
     o, t = tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_T)
     out = sums.to(out_ptr.dtype.element_ty)
     if GATED:
-        out = gate_by_silu(out, gated.to(out_ptr.dtype.element_ty))
+        out = activate(out, gated.to(out_ptr.dtype.element_ty), GATED)
     out_ptrs = out_ptr + t.to(tl.int64)[None, :] * WIDTH + (first + o)[:, None]
     tl.store(out_ptrs, out, mask=(t < tokens)[None, :] & (first + o < WIDTH)[:, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.layer.activation import Gate
 from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
 from specserve_kernels.reference.linear.quantized import quantized_linear
 
@@ -14,7 +15,7 @@ def integer_linear(
     weight_OI: Tensor,
     scale_OG: Tensor,
     bias_O: Tensor | None = None,
-    gated: bool = False,
+    gated: Gate = None,
 ) -> Tensor:
     """Return ``quantized_linear`` of int8 weights and activations, which are quantized by ``round_inputs`` first if
     needed."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.layer.activation import silu_and_mul
+from specserve_kernels.reference.layer.activation import Gate, apply_gate
 
 
 def linear(
     x_TI: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    gated: bool = False,
+    gated: Gate = None,
     out_TO: Tensor | None = None,
 ) -> Tensor:
-    """Return ``x @ weight.T + bias``, and if ``gated`` its ``silu_and_mul``, which is half as wide. ``out_TO``: a
+    """Return ``x @ weight.T + bias``, and if ``gated`` its ``apply_gate``, which is half as wide. ``out_TO``: a
     contiguous output for a projection without bias and gate; raises ValueError for any other."""
     if out_TO is not None:
-        check_place(out_TO, x_TI, weight_OI, bias_O, gated)
+        check_place(out_TO, x_TI, weight_OI, bias_O, bool(gated))
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
     out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
-    return silu_and_mul(out_TO) if gated else out_TO
+    return apply_gate(out_TO, gated)
 
 
 def check_place(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool) -> None:

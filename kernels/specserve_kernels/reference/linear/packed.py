@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve_kernels.reference.layer.activation import silu_and_mul
+from specserve_kernels.reference.layer.activation import Gate, apply_gate
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded, round_inputs, rounded_inputs
 
 STEP = 128  # most inputs of a step
@@ -156,9 +156,9 @@ def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None =
 
 
 def packed_linear(
-    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: Gate = None
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its ``silu_and_mul``,
+    """Return ``x @ weight.T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its ``apply_gate``,
     which is half as wide. For FP8 weights, x is quantized by ``round_inputs`` first if needed. Its rows may be
     strided."""
     if not isinstance(x_TI, Tensor):
@@ -168,11 +168,11 @@ def packed_linear(
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = plain_TI.to(wide) @ dequantize_packed(weight, wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
-    return silu_and_mul(out_TO) if gated else out_TO
+    return apply_gate(out_TO, gated)
 
 
 def gate_rounded(
-    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype, gated: Gate = "silu"
 ) -> Rounded:
     """Return the gated ``packed_linear``, rounded to FP8 or 15 bits for the projection that reads it."""
-    return round_inputs(packed_linear(x_TI, weight, bias_O, gated=True), dtype)
+    return round_inputs(packed_linear(x_TI, weight, bias_O, gated), dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve_kernels.reference.layer.activation import silu_and_mul
+from specserve_kernels.reference.layer.activation import Gate, apply_gate
 from specserve_kernels.reference.linear.quantize import GROUP, LARGEST
 
 SLICE = 1 << 24  # weights quantized at a time, which bounds the float32 copies
@@ -42,11 +42,11 @@ def dequantize(weight_OI: Tensor, scale_OG: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor, weight_OI: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, gated: Gate = None
 ) -> Tensor:
     """Return ``x @ dequantize(weight, scale).T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its
-    ``silu_and_mul``, which is half as wide."""
+    ``apply_gate``, which is half as wide."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = x_TI.to(wide) @ dequantize(weight_OI, scale_OG).to(wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
-    return silu_and_mul(out_TO) if gated else out_TO
+    return apply_gate(out_TO, gated)
