@@ -171,6 +171,7 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
         args.model,
         dtype=args.dtype,
         quantization=getattr(args, "quantization", "none"),
+        load_format=getattr(args, "load_format", "auto"),
         skip_tokenizer_init=True,
         disable_radix_cache=True,
         max_running_requests=batch,

@@ -11,7 +11,8 @@ device reads, and the servers' wall clock with random weights, 512 tokens in and
 floor counts only GEMMs and reads of the KV cache; that of prefill counts GEMMs and pairs of queries and keys. In
 bfloat16 its GEMMs are cuBLAS's up to 256 tokens, so a ratio is below 1 where another kernel or a later cuBLAS is
 faster. Above, and for prefill, they are arithmetic at the card's peak rate. With quantized weights GEMMs read the bytes
-of weights and scales, and of the head in bfloat16, or take that arithmetic.
+of weights and scales, and of the head in bfloat16, or take that arithmetic. The floor of any other model on a known
+card is reading its weights, and the caches as far as windows reach, or that arithmetic.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.common import (
     open_llm,
     parse_load,
     parse_shape,
+    scheduler_of,
 )
 from benchmarks.results import Figures, keep_rows, line, medians, result_name, run_command
 from specserve import LLM
@@ -38,6 +40,8 @@ from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.models.read_config import load_model_config
 
 READ_BYTES_PER_S = 4.23e12
+CARDS = {"H100": 3.1e12, "H200": 4.4e12}
+"""Bytes a second that a card reads, for the floors of other models."""
 GEMM_FLOPS = 790e12
 LAYER_PARAMETERS, HEAD_PARAMETERS = 6.98e9, 0.525e9
 TARGET_MS = {1: 3.98, 2: 4.10, 4: 4.12, 8: 4.14, 16: 4.20, 32: 4.30, 64: 4.40, 128: 4.81, 256: 7.27}
@@ -119,6 +123,35 @@ def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "
     return target if shape is None else target + draft_ms(shape, batch, batch * context, quantization)
 
 
+def read_ms(llm: LLM, shape: Shape | None, batch: int, context: int) -> float | None:
+    """The least time of a step of any model: its weights and caches are read, a draft's at each of its levels. None for
+    a card whose speed is not known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    speed = next((speed for card, speed in CARDS.items() if card in name), None)
+    if speed is None:
+        return None
+    run, levels, nodes = scheduler_of(llm).runner.context, shape[0] if shape else 0, shape[2] if shape else 1
+    target = run.target
+    embedding = 0 if target.config.tie_word_embeddings else _bytes(target.embed_tokens)
+    weights = _bytes(target) - embedding
+    arithmetic = _arithmetic_ms(weights / target.dtype.itemsize, batch * nodes)
+    head = getattr(run.drafter, "head", None)
+    once, level = (_bytes(head.fc), _bytes(head) - _bytes(head.fc)) if head is not None else (0, 0)
+    seen = [
+        count * spec.token_bytes * min(context, getattr(spec, "window", None) or context)
+        for specs, count in ((run.pool.config.target, 1), (run.pool.config.draft, levels))
+        for spec in specs
+    ]
+    moved = (batch * sum(seen) + once * (levels > 0) + levels * level) / speed
+    return max(weights / speed * 1e3, arithmetic) + moved * 1e3
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    """Of its weights, without rotary tables."""
+    tables = [buffer for name, buffer in module.named_buffers() if "rope" not in name.rpartition(".")[2]]
+    return sum(each.numel() * each.itemsize for each in (*module.parameters(), *tables))
+
+
 def applies(model_path: str | Path) -> bool:
     """Whether this is the model's shape and the machine that all figures here are of."""
     config = load_model_config(Path(model_path))
@@ -167,13 +200,21 @@ def run_shape(args: argparse.Namespace, shape: Shape | None, batches: Sequence[i
     prompts = make_prompts(args, max(sizes))
     with open_llm(args, shape, max(sizes)) as llm:
         for size in sizes:
-            yield row(args, shape, size, measure(llm, prompts[:size], args.new_tokens, args.repeats))
+            figures = measure(llm, prompts[:size], args.new_tokens, args.repeats)
+            floor = read_ms(llm, shape, size, args.prompt_tokens + args.new_tokens // 2)
+            yield row(args, shape, size, figures, floor)
 
 
-def row(args: argparse.Namespace, shape: Shape | None, batch: int, figures: dict[str, float]) -> Figures:
-    """What was measured, next to what it is held against where that is of the same model and card."""
+def row(
+    args: argparse.Namespace,
+    shape: Shape | None,
+    batch: int,
+    figures: dict[str, float],
+    floor: float | None = None,
+) -> Figures:
+    """What was measured, next to what it is held against; ``floor``: of other models."""
     context, same = args.prompt_tokens + args.new_tokens // 2, applies(args.model)
-    floor = step_ms(shape, batch, context, args.quantization) if same else None
+    floor = step_ms(shape, batch, context, args.quantization) if same else floor
     return {
         "quantization": args.quantization,
         "shape": shape,
@@ -209,13 +250,14 @@ def single_stream() -> None:
 
     DIR is the output of ``python -m benchmarks.cost_faithful``. One engine per shape, one row per batch size; 512
     tokens in, 256 out, greedy, ignoring end tokens. ``large`` is plain decoding of large batches. ``peers`` are the
-    times of vLLM and SGLang on the same card; floor and peers are left out for another model or card. With
-    ``--quantization`` the target's weights are rounded at load.
+    times of vLLM and SGLang on the same card, and left out for another model. With ``--quantization`` the target's
+    weights are rounded at load; with ``--load-format dummy`` DIR needs no more than ``config.json``.
     """
     parser = load_options(single_stream.__doc__, quantization=True)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--shapes", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "fp8"), default="auto")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     args = parse_load(parser)
 
     def rows() -> Iterator[Figures]:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks import (
     constrained_speed,
@@ -167,6 +168,29 @@ def test_floors_of_quantized_weights() -> None:
     assert plain["fp8"] == plain["int8"] == pytest.approx((6.98 + 2 * 0.525) / 4.23, abs=1e-3)
     assert plain["int4"] == pytest.approx((6.98 * 66 / 128 + 2 * 0.525) / 4.23, abs=1e-3)
     assert steps.step_ms(None, 256, 0, "int4") == pytest.approx(2 * 7.505 * 256 / 790, abs=1e-3)
+
+
+def test_the_floor_of_any_model_is_what_its_step_reads(agreeing: Checkpoints) -> None:
+    def sizes(state: dict[str, torch.Tensor], *but: str) -> dict[str, int]:
+        return {name: each.numel() * 4 for name, each in state.items() if name not in ("d2t", "t2d", *but)}
+
+    args = load_options(None).parse_args(["--model", str(agreeing.target), "--eagle3", str(agreeing.eagle3)])
+    config = json.loads((agreeing.target / "config.json").read_text())
+    unread = [] if config["tie_word_embeddings"] else ["model.embed_tokens.weight"]
+    weights = sizes(load_file(agreeing.target / "model.safetensors"), *unread)
+    head = sizes(torch.load(agreeing.eagle3 / "pytorch_model.bin"))
+    kv = 2 * config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"] * 4
+    target_kv = config["num_hidden_layers"] * kv
+    on_gpu = patch.object(torch.cuda, "is_available", return_value=True)
+    unpacked = patch("specserve.layers.linear.packs", return_value=False)
+    with unpacked, open_llm(args, (3, 1, 4), 2) as llm, on_gpu:
+        with patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200"):
+            plain, drafted = steps.read_ms(llm, None, 2, 100), steps.read_ms(llm, (3, 1, 4), 2, 100)
+        with patch.object(torch.cuda, "get_device_name", return_value="NVIDIA L4"):
+            assert steps.read_ms(llm, None, 2, 100) is None
+    assert plain == pytest.approx((sum(weights.values()) + 200 * target_kv) / 4.4e9)
+    fc, rest = head.pop("fc.weight"), sum(head.values())
+    assert drafted == pytest.approx(plain + (fc + 3 * rest + 3 * 200 * kv) / 4.4e9)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("no such option")])
