@@ -535,7 +535,8 @@ def main() -> None:
         compiler.until = "ptx"
         launch_packed(8, None)
         compiler.until = "llir"
-        launch_attention(128, 20, 16, whole=False)
+        for size in (128, 512):
+            launch_attention(size, 20, 16, whole=False)
         launch_norms()
         launch_linears(8)
         launch_wide(8)

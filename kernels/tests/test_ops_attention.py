@@ -36,7 +36,7 @@ DEVICES = [
 ]
 if not torch.cuda.is_available():
     DEVICES = [pytest.param(CPU, torch.float32, id="interpreted")]
-HEADS = [(2, 2, 32), (4, 1, 64), (8, 1, 128), (3, 1, 256)]  # query heads, key heads, head size
+HEADS = [(2, 2, 32), (4, 1, 64), (8, 1, 128), (3, 1, 256), (2, 1, 512)]  # query heads, key heads, head size
 PAGES = [1, 16, 64]
 CAPACITY = 2200  # positions
 
@@ -174,7 +174,7 @@ def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spar
     list(
         itertools.product(HEADS, PAGES)
         if torch.cuda.is_available()
-        else zip(HEADS, [*PAGES, 16], strict=True)
+        else zip(HEADS, [*PAGES, 16, 64], strict=True)
     ),
 )
 class TestEveryGeometry:

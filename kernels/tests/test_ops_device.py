@@ -128,6 +128,7 @@ TILES = [
     (H200, 512, 16, (64, 32, 3)),
     (H200, 1024, 16, (32, 32, 3)),
     (H200, 128, 1, (16, 64, 3)),
+    (H200, 1024, 16, (32, 32, 3)),
     (L4, 256, 16, (64, 32, 3)),
     (L4, 1024, 16, (32, 32, 1)),
     (RTX5090, 256, 1, (16, 64, 2)),
@@ -147,6 +148,7 @@ def test_prefill() -> None:
         assert prefill.choose_tile(256, False, limits.shared_bytes) == (64, 64, 4, 2)
         assert prefill.choose_tile(512, False, limits.shared_bytes) == (64, 32, 4, 2)
         assert prefill.choose_tile(1024, True, limits.shared_bytes) == (32, 16, 4, 2)
+    assert prefill.choose_tile(1024, False, H200.shared_bytes) == (32, 32, 8, 2)
     assert prefill.choose_tile(512, False, T4.shared_bytes) == (32, 16, 4, 2)
 
 

@@ -373,7 +373,7 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("head_dim", "window", "why"),
     [
-        (80, None, "triton supports head sizes (32, 64, 128, 256), the model's is 80"),
+        (80, None, "triton supports head sizes (32, 64, 128, 256, 512), the model's is 80"),
         (64, 79, "triton supports windows of at least 80 tokens, the model's is 79"),
     ],
 )

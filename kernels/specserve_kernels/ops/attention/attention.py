@@ -55,7 +55,7 @@ from specserve_kernels.ops.device import limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
 
-HEAD_DIMS = (32, 64, 128, 256)
+HEAD_DIMS = (32, 64, 128, 256, 512)
 # A window sees the whole of a path of 64 nodes, and up to 15 positions before it in the same sixteen.
 LEAST_WINDOW = 80
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for

@@ -42,24 +42,24 @@ class LaunchPlan(NamedTuple):
     ) -> LaunchPlan:
         """Choose the plan. ``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``:
         paths are gathered. ``window``: how many positions a row sees, None: all. Measured on an H100 by
-        ``kernels/bench/attention.py --sweep``. A multiprocessor has room for two programs of 64 rows."""
-        need = group * nodes
+        ``kernels/bench/attention.py --sweep``; for heads of more than 256 the registers were counted, which hold a row
+        in twice as many warps. A multiprocessor has room for two programs of 64 rows, and for one of such heads."""
+        need, size = group * nodes, row_bytes // (4 if wide else 2)
         far = FAR
         if window is not None:
             positions, far = min(positions, window + nodes), NEAR
         units = min(-(-positions // NEAR), far // NEAR + -(-positions // far)) + 1
         few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors
         rows = 16 if need <= 16 or few else 32 if need <= 32 or row_bytes > 512 else 64
-        fill = max(1, (2 if rows == 64 else 3) * processors // kv_heads)
-        warps = 8 if tree and rows == 16 and need <= 32 else 4
+        fill = max(1, (1 if size > 256 else 2 if rows == 64 else 3) * processors // kv_heads)
+        warps = 8 if size > 256 or (tree and rows == 16 and need <= 32) else 4
         block, stages = (64 if row_bytes <= 256 and rows < 64 else 32), 3
         while (
             rows + 2 * stages * block
         ) * row_bytes + 2 * rows * block + _RESERVED > shared_bytes and stages > 1:
             stages -= 1
         tiles = -(-need // rows)
-        sums = row_bytes // (4 if wide else 2) * 4
-        most = max(slots * tiles, min(slots * tiles * units, _STORED // (kv_heads * rows * sums)))
+        most = max(slots * tiles, min(slots * tiles * units, _STORED // (kv_heads * rows * size * 4)))
         workers = min(slots * tiles * units, max(slots * tiles, fill))
-        merged = 16 if need <= 8 else 8
+        merged = (16 if need <= 8 else 8) // (4 if size > 256 else 1)
         return cls(rows, tiles, block, warps, workers, most, merged, stages)

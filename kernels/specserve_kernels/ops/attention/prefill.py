@@ -232,13 +232,14 @@ def _tile_of_own(wide: bool) -> Tile:
 def choose_tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
     """Return the tile for keys that are all read from pages; a smaller one if shared memory can't hold the queries and
     two blocks of keys and values."""
+    large = row_bytes > (1024 if wide else 512)  # heads of more than 256
     if wide:
         rows, block = 32, max(16, min(32, 8192 // row_bytes))
     else:
-        rows, block = 64, (64 if row_bytes <= 256 else 32)
+        rows, block = (32 if large else 64), (64 if row_bytes <= 256 else 32)
     while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
         rows, block = max(16, rows // 2), max(16, block // 2)
-    return Tile(rows, block, 4, 2)
+    return Tile(rows, block, 8 if large else 4, 2)
 
 
 def attend_chunks(
