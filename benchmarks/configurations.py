@@ -56,6 +56,8 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "STANDALONE tree": ("STANDALONE", 3, 3, 12),
     "PARD chain": ("PARD", 6, 1, 7),
     "PARD tree": ("PARD", 4, 3, 12),
+    "GEMMA4_ASSISTANT chain": ("GEMMA4_ASSISTANT", 5, 1, 6),
+    "GEMMA4_ASSISTANT tree": ("GEMMA4_ASSISTANT", 4, 3, 12),
     "P_EAGLE chain": ("P_EAGLE", 6, 1, 7),
     "P_EAGLE tree": ("P_EAGLE", 4, 3, 12),
     "NGRAM chain": ("NGRAM", 8, 1, 9),
@@ -69,6 +71,7 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "MEDUSA tree + NGRAM": ("MEDUSA+NGRAM", 3, 3, 16),
     "DSPARK tree + SUFFIX": ("DSPARK+SUFFIX", 4, 3, 16),
     "EAGLE3 tree + SUFFIX": ("EAGLE3+SUFFIX", 4, 3, 16),
+    "GEMMA4_ASSISTANT chain + NGRAM": ("GEMMA4_ASSISTANT+NGRAM", 3, 1, 12),
     "EAGLE3 chain + REST": ("EAGLE3+REST", 3, 1, 12),
 }
 CHOICES: dict[str, Sequence[Any]] = {

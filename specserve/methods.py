@@ -170,6 +170,19 @@ OWN_HEADS = {"MTP": ("MiMoForCausalLM", "num_nextn_predict_layers")}
 them."""
 
 
+MODEL_TYPES = {"gemma4_assistant": "GEMMA4_ASSISTANT", "gemma4_unified_assistant": "GEMMA4_ASSISTANT"}
+"""Methods of drafts that only one method runs, by the ``model_type`` of their ``config.json``."""
+
+
+def fitting(algorithm: str, draft: Path) -> str:
+    """Return the algorithm, with the method that the draft's ``model_type`` names in place of another."""
+    try:
+        kind = json.loads((draft / "config.json").read_text())["model_type"]
+        return JOIN.join([MODEL_TYPES[kind], *parts_of(algorithm)[1:]])
+    except (OSError, ValueError, LookupError, TypeError):  # loading the draft reports the error
+        return algorithm
+
+
 def carries_draft(algorithm: str, model_path: Path) -> bool:
     """Return whether the model's own checkpoint contains the head that the algorithm runs, so that no draft is
     needed."""
@@ -244,6 +257,7 @@ _head(
     heads=("STANDALONE",),
     map_refusal=_OWN_HEAD,
 )
+_head("GEMMA4_ASSISTANT", "assistant:AssistantDrafter.load", map_refusal=_OWN_HEAD)
 _head("P_EAGLE", "p_eagle:PEagleDrafter.load", "p_eagle:count_levels")
 register(Method("NGRAM", f"{_DRAFTERS}.ngram:NgramDrafter.load", copies="all"))
 _SUFFIX = register(Method("SUFFIX", f"{_DRAFTERS}.suffix:SuffixDrafter.load", copies="all", recalls=True))

@@ -10,7 +10,7 @@ from specserve.config.choices import DUMMY
 from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC
-from specserve.methods import METHOD_NAMES, carries_draft, method_of
+from specserve.methods import METHOD_NAMES, carries_draft, fitting, method_of
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 BUNDLED_MODEL = BUNDLED / "chat"
@@ -47,6 +47,14 @@ def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
         model = str(BUNDLED_MODEL)
         notes[f"model_path = {model}: none was given, serving the bundled model"] = CHOSEN
     model_path = places.directory("--model-path", model, settings.revision)
+    draft = _draft(settings, model_path, places)
+    algorithm = settings.speculative_algorithm
+    if draft is not None and settings.method is not None and (named := fitting(algorithm, Path(draft))):
+        if named != algorithm:
+            notes[f"speculative_algorithm = {named}: the draft's model_type says so, not {algorithm}"] = (
+                CHOSEN
+            )
+        algorithm = named
     resolved = replace(
         settings,
         model_path=str(model_path),
@@ -54,7 +62,8 @@ def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
         download_dir=None,
         tokenizer_path=_tokenizer(settings, model_path, places),
         served_model_name=settings.served_model_name or _names(model, model_path),
-        speculative_draft_model_path=_draft(settings, model_path, places),
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=draft,
         speculative_draft_model_revision=None,
         speculative_token_map=_file("speculative_token_map", settings, places),
         speculative_token_map_start=_file("speculative_token_map_start", settings, places),

@@ -105,8 +105,12 @@ class GemmaModel(TargetModel):
     def _scale(self) -> float:
         return embedding_scale(self.config.hidden_size, self.dtype)
 
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Return the tokens' embeddings as the first layer reads them ``[T, H]``."""
+        return F.embedding(tokens_T, self.embed_tokens.weight) * self._scale
+
     def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-        stream_TH = F.embedding(tokens_T, self.embed_tokens.weight) * self._scale
+        stream_TH = self.embed(tokens_T)
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         return first.input_layernorm(stream_TH), stream_TH

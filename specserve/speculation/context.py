@@ -41,6 +41,7 @@ class DrafterNeeds:
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
     token_feature_size: int = 0  # numbers kept for each token of the pool
     kv_start: int = 0  # first position with an entry of its layers, if these run prompts
+    before_windows: int = 0  # tokens before the target's windows whose entries it reads
 
 
 @dataclass(frozen=True, slots=True)
