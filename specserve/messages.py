@@ -174,14 +174,16 @@ class Starting(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine reports about itself. ``no_grammars``: why requests can't use grammars, None if they can.
-    ``request_defaults``: sampling parameters of requests that don't set them, where they are not OpenAI's."""
+    """What an engine reports about itself. ``kv_pool``: as ``PoolUse``. ``no_grammars``: why requests can't use
+    grammars, None if they can. ``request_defaults``: sampling parameters of requests that don't set them, where they
+    are not OpenAI's."""
 
     no_grammars: str | None
     context_length: int
     max_total_tokens: int
     num_pages: int
     page_size: int
+    kv_pool: dict[str, int]
     vocab_size: int
     eos_token_ids: list[int]
     request_defaults: dict[str, Any]

@@ -308,6 +308,8 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
     assert (expected.draft > 0) == (algorithm != "NONE")
     assert expected.kv_per_token == loaded.kv_per_token
     assert expected.pool_tokens == pytest.approx(loaded.pool_tokens, abs=16)
+    assert expected.longest_request == loaded.longest_request
+    assert expected.full_contexts == loaded.full_contexts
     if algorithm == "NONE":
         return
     on_gpu = replace(built.settings, max_total_tokens=4096, device="cuda", dtype="bfloat16")
@@ -390,12 +392,15 @@ def test_what_cannot_be_loaded(argv: list[str], words: str, capsys: pytest.Captu
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     report = CheckReport(["device = cpu"], ["a problem"], ["a remark"])
-    report.memory = MemoryUse("cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30)
+    report.memory = MemoryUse(
+        "cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30, 2000, 7
+    )
     report.acceptance = Acceptance(6, 100, 500, 200, 3.0, [0.9, 0.5], 5)
     text = report.text()
     for words in (
         "problems\n  a problem", "weights       16.00 GiB, at most 17.00 GiB while",
         "1000 tokens of 128.00 KiB", "CUDA graphs   1.00 MiB",
+        "7 requests as long as the context at a time, one of 2000 tokens",
         "3.00 tokens a step", "or more: 0.90 0.50", "5 of 6 texts", "problems: 1",
     ):  # fmt: skip
         assert words in text

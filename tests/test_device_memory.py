@@ -239,7 +239,7 @@ def test_a_pool_takes_memory_as_it_fills() -> None:
     """On a CPU, and holds zeros until then."""
     spec, cpu = HeadKV(8, 64, torch.bfloat16), torch.device("cpu")
     before = resident()
-    layers = spec.allocate(2, 16384, 16, cpu)
+    layers = spec.view(zeros((2, 16384, 16 * spec.token_bytes), torch.uint8, cpu), 16)
     assert (layers.shape, layers.dtype) == ((2, 16384, 2, 16, 8, 64), torch.bfloat16)
     assert layers.nbytes == 2**30
     assert not layers[:, ::1000].any()

@@ -16,12 +16,9 @@ SPANS = [(0, 37), (64, 1), (5, 90), (0, 128)]  # first position, tokens
 HEADS, KV_HEADS, SIZE = 8, 2, 128
 
 
-def chunks(page_size: int, generator: torch.Generator) -> Chunks:
-    capacity = 256 // page_size
-    pages = torch.randperm(len(SPANS) * capacity, generator=generator) + 1
+def chunks() -> Chunks:
     counts = [count for _, count in SPANS]
     return Chunks(
-        pages_BM=pages.view(len(SPANS), capacity).cuda(),
         q_start=torch.tensor([0, *counts]).cumsum(0).cuda(),
         slot_T=torch.arange(len(SPANS)).repeat_interleave(torch.tensor(counts)).cuda(),
         positions_T=torch.cat([torch.arange(start, start + count) for start, count in SPANS]).cuda(),
@@ -36,11 +33,12 @@ def chunks(page_size: int, generator: torch.Generator) -> Chunks:
 def test_prefill(page_size: int, dtype: torch.dtype) -> None:
     pytest.importorskip("flashinfer")
     generator = torch.Generator().manual_seed(page_size)
-    plan = chunks(page_size, generator)
-    pages = int(plan.pages_BM.max()) + 1
-    cache = torch.randn(pages, 2, page_size, KV_HEADS, SIZE, generator=generator).to("cuda", dtype)
+    plan, capacity = chunks(), 256 // page_size
+    pages = torch.randperm(len(SPANS) * capacity, generator=generator) + 1
+    pages_BM = pages.view(len(SPANS), capacity).cuda()
+    cache = torch.randn(len(pages) + 1, 2, page_size, KV_HEADS, SIZE, generator=generator).to("cuda", dtype)
     q_TND = torch.randn(len(plan.slot_T), HEADS, SIZE, generator=generator).to("cuda", dtype)
-    how = Softmax(), None, None
+    how = pages_BM, Softmax(), None, None
     torch_plan = ATTENTION["torch"](page_size, torch.float32).plan_prefill(plan)
     expected = torch_plan.run(q_TND.float(), cache.float(), *how)
     found = ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache, *how)

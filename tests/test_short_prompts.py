@@ -122,7 +122,7 @@ def test_leaves_what_an_ordinary_launch_leaves(
     params = SamplingParams(temperature=0, max_tokens=9)
     for runner in runners:
         rows = [
-            RowInit(slot, pages[slot], params, 0, 0, prompt, [], len(prompt) + 9, [], 0, 0, 0)
+            RowInit(slot, [(slot, 0, 0, pages[slot])], params, 0, 0, prompt, [], len(prompt) + 9, [], 0, 0, 0)
             for slot, prompt in enumerate(prompts)
         ]
         runner.admit(Admit(rows))

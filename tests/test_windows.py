@@ -72,8 +72,7 @@ def test_what_the_nodes_of_a_tree_see(window: int, sizes: list[int]) -> None:
     start = torch.tensor([0, *accumulate(sizes)])
     slots = torch.tensor([slot for slot, size in enumerate(sizes) for _ in range(size)])
     masks = torch.tensor([mask for tree_masks, _ in trees for mask in tree_masks])
-    pages = torch.arange(3 * 16).view(3, 16)[: len(sizes)]
-    nodes = Nodes(pages, torch.tensor(lengths), start, slots, masks, masks, 8, max(sizes), 48)
+    nodes = Nodes(torch.tensor(lengths), start, slots, masks, masks, 8, max(sizes), 48)
     seen_BNL = TorchAttention(4, torch.float64).plan_verify(nodes).visible(window)
     for slot, (length, (own, depths)) in enumerate(zip(lengths, trees, strict=True)):
         for node, mask in enumerate(own):
@@ -89,7 +88,7 @@ def test_what_the_nodes_of_a_tree_see(window: int, sizes: list[int]) -> None:
 def test_what_a_draft_level_sees(window: int) -> None:
     """Its own path is behind the prefix; it stands at the path's end."""
     scratch = torch.tensor([[[20, 21, 24], [20, 22, 25]]])
-    frontier = Frontier(torch.arange(16)[None], torch.tensor([20]), 1, scratch, 40)
+    frontier = Frontier(torch.tensor([20]), 1, scratch, 40)
     seen_BKL = TorchAttention(4, torch.float64).plan_draft(frontier).visible(window)
     for row, path in enumerate(scratch[0].tolist()):
         places = [*range(20), *path][-window:]

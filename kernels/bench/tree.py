@@ -51,7 +51,7 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
     length_B = torch.randint(500, 1500, (slots,), device=device)
     pages_BM = 1 + torch.randperm(slots * 120, device=device).view(slots, 120)
     pool = Pool.of_tree(slots, levels, k, torch.float32, device)
-    batch = Slots(rows_B, root_B, length_B, pages_BM, PAGE)
+    batch = Slots(rows_B, root_B, length_B, pages_BM[None], PAGE)
     results = {}
 
     def timed(name: str, call: Callable[[], object]) -> None:
@@ -73,7 +73,7 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
     feature_RH = torch.zeros(slots + 1, WIDTH, device=device, dtype=torch.bfloat16)
     tokens_RC = torch.zeros(slots + 1, 120 * PAGE, device=device, dtype=torch.int32)
     root_R, length_R, cap_R = limit_R.clone(), limit_R.clone(), torch.full_like(limit_R, 2**62)
-    tables = SlotTables(root_R, length_R, feature_RH, tokens_RC, pages_BM, limit_R, cap_R)
+    tables = SlotTables(root_R, length_R, feature_RH, tokens_RC, pages_BM[None], limit_R, cap_R)
 
     select = partial(select_tree, pool, batch, tables, slots * nodes, 64, VOCAB)
     timed("select", select)
@@ -103,7 +103,7 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
     kept = features_TH, page_feature_PH, counts_RV
     timed("advance", lambda: advance(accepted, batch, tables, *kept))
     group = torch.randn(32, slots * 120 + 1, 2, PAGE, 8, 128, device=device, dtype=torch.bfloat16)
-    timed("move_kv", lambda: move_kv(group, accepted, pages_BM))
+    timed("move_kv", lambda: move_kv(group, accepted, pages_BM[None]))
     return results
 
 

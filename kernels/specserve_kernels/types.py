@@ -2,7 +2,8 @@
 
 Each holds a whole batch. Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's
 level, then K), N = B * W, K branching, A tokens on the path after the root, P pool entries a slot, T packed nodes of
-the whole batch (roots included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In
+the whole batch (roots included), S draft levels, R state rows, G page tables of M pages a slot, C positions a slot,
+H feature size. In
 ``Prediction``: P tokens that a prediction may have.
 
 A *place* (int64) is where a token's cache entry belongs, whatever page holds it: a position among those of all slots of
@@ -44,7 +45,7 @@ class SlotTables:
     length: Tensor  # [R] int64, tokens whose K and V are in the pool
     feature: Tensor  # [R, H]
     tokens: Tensor  # [R, C] int32
-    pages: Tensor  # [R, M] int64
+    pages: Tensor  # [G, R, M] int64, page tables
     limit: Tensor  # [R] int64, most tokens the request may have, prompt included
     draft_cap: Tensor  # [R] int64, most nodes drafted for it in a step
 
@@ -56,13 +57,18 @@ class Slots:
     rows_B: Tensor  # int64, state rows
     root_B: Tensor
     length_B: Tensor
-    pages_BM: Tensor  # contiguous
+    pages_GBM: Tensor  # contiguous
     page_size: int
+
+    @property
+    def pages_BM(self) -> Tensor:
+        """Table 0, by whose pages features are kept."""
+        return self.pages_GBM[0]
 
     @property
     def capacity(self) -> int:
         """Places of a slot."""
-        return self.pages_BM.shape[1] * self.page_size
+        return self.pages_GBM.shape[2] * self.page_size
 
 
 @dataclass(frozen=True, slots=True)

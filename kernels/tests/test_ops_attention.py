@@ -66,6 +66,7 @@ class Case:
         pool = self.normal(2, self.pages, 2, page_size, self.kv_heads, self.head_dim)
         self.cache = pool[1]  # one layer among others
         self.scales = scales
+        self.pages_BM: Tensor
         if scales is not None:
             self.cache = self.cache.to(torch.float8_e4m3fn)
 
@@ -76,17 +77,18 @@ class Case:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device)
 
     def table(self, slots: int, positions: int) -> Tensor:
-        """Different random pages for every slot; a row of a wider table, as in the engine."""
+        """Make the table: different random pages for every slot; a row of a wider one."""
         width = -(-positions // self.page_size)
         assert slots * width < self.pages
         pages = 1 + torch.randperm(self.pages - 1, generator=self.generator)[: slots * width]
         wide = torch.zeros(slots, width + 3, dtype=torch.int64)
         wide[:, :width] = pages.view(slots, width)
-        return wide.to(self.device)[:, :width]
+        self.pages_BM = wide.to(self.device)[:, :width]
+        return self.pages_BM
 
     def stored(self, chunks: Chunks) -> Tensor:
         """Keys and values ``[T, 2, Hk, D]`` of the tokens."""
-        page_T = chunks.pages_BM[chunks.slot_T, chunks.positions_T // self.page_size]
+        page_T = self.pages_BM[chunks.slot_T, chunks.positions_T // self.page_size]
         return self.cache[page_T, :, chunks.positions_T % self.page_size]
 
     def check(
@@ -107,12 +109,12 @@ class Case:
             kv_TND.unflatten(1, (2, -1)).copy_(self.stored(request))
         kv_TND = kv_TND if own else None
         backend = TritonAttention(self.page_size, self.dtype)
-        found = run(backend, method, request, q_TND, self.cache, kv_TND, self.scales)
+        found = run(backend, method, request, q_TND, self.cache, self.pages_BM, kv_TND, self.scales)
         oracle = TorchAttention(self.page_size, torch.float64)
         scale_2111 = self.cache.new_tensor(self.scales or KVScales(), dtype=torch.float64)[
             :, None, None, None
         ]
-        right = run(oracle, method, request, q_TND.double(), self.cache.double() * scale_2111)
+        right = run(oracle, method, request, q_TND.double(), self.cache.double() * scale_2111, self.pages_BM)
         assert found.shape == q_TND.shape
         assert found.dtype == self.dtype
         assert found.isfinite().all()
@@ -128,13 +130,15 @@ def run(
     request: object,
     q_TND: Tensor,
     cache: Tensor,
+    pages_BM: Tensor,
     kv_TND: Tensor | None = None,
     scales: KVScales | None = None,
 ) -> Tensor:
     plan = getattr(backend, method)(request)
     if method != "plan_prefill":  # which has no workspace
-        plan.run(torch.zeros_like(q_TND), cache, Softmax(), None, scales)  # a layer before: leaves no trace
-    return plan.run(q_TND, cache, Softmax(), kv_TND, scales)
+        # a layer before: leaves no trace
+        plan.run(torch.zeros_like(q_TND), cache, pages_BM, Softmax(), None, scales)
+    return plan.run(q_TND, cache, pages_BM, Softmax(), kv_TND, scales)
 
 
 def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
@@ -155,8 +159,8 @@ def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spar
     slots = [b for b, count in enumerate(counts) for _ in range(count)] + [len(counts)] * spare
     masks = ancestors(counts, case.generator) + [1] * (len(slots) - total)
     depths = [(m % (1 << 64)).bit_count() - 1 for m in masks]
+    case.table(len(counts), max(lengths) + max_nodes)
     return Nodes(
-        pages_BM=case.table(len(counts), max(lengths) + max_nodes),
         length_B=case.integers(lengths),
         q_start=case.integers(start),
         slot_T=case.integers(slots),
@@ -200,7 +204,8 @@ class TestEveryGeometry:
         scratch_BKA = prefix_B[:, None, None] + case.integers(
             [[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]]
         )
-        case.check("plan_draft", Frontier(case.table(2, 28), prefix_B, 1, scratch_BKA, 28), rows=6)
+        case.table(2, 28)
+        case.check("plan_draft", Frontier(prefix_B, 1, scratch_BKA, 28), rows=6)
 
     def test_prefill(
         self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
@@ -226,8 +231,8 @@ def chain(nodes: Nodes) -> Nodes:
 
 def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
     ends = [b + c for b, c in zip(before, counts, strict=True)]
+    case.table(len(counts), max(ends))
     return Chunks(
-        pages_BM=case.table(len(counts), max(ends)),
         q_start=case.integers([0, *torch.tensor(counts).cumsum(0).tolist()]),
         slot_T=case.integers([b for b, count in enumerate(counts) for _ in range(count)]),
         positions_T=case.integers([p for b, e in zip(before, ends, strict=True) for p in range(b, e)]),
@@ -301,7 +306,8 @@ class TestShapes:
                 case.check("plan_verify", chain(nodes), rows=12)
                 prefix_B = case.integers(lengths)
                 scratch_BKA = prefix_B[:, None, None] + torch.arange(4, device=device).view(2, 2)
-                case.check("plan_draft", Frontier(case.table(5, 344), prefix_B, 1, scratch_BKA, 344), rows=10)
+                case.table(5, 344)
+                case.check("plan_draft", Frontier(prefix_B, 1, scratch_BKA, 344), rows=10)
             assert not tickets(1, device).any()
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270)
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270, own=True)
@@ -314,7 +320,7 @@ class TestShapes:
             nodes = tree(case, [192 - count for count in counts], counts, max_nodes=max(counts))
             beside = torch.full((2, columns + 2), 2**40, dtype=torch.int64, device=device)
             beside[:, :columns] = case.table(2, 192)
-            nodes = replace(nodes, pages_BM=beside[:, :columns], max_kv=192)
+            case.pages_BM, nodes = beside[:, :columns], replace(nodes, max_kv=192)
             case.check("plan_verify", nodes, rows=sum(counts))
 
     def test_root_level(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -323,10 +329,14 @@ class TestShapes:
         prefix_B = case.integers([90, 2])
         scratch_BKA = prefix_B.new_empty(2, 1, 0)
         for start in (1, 40):
-            case.check("plan_draft", Frontier(case.table(2, 90), prefix_B, start, scratch_BKA, 90), rows=2)
-        empty = Frontier(case.table(1, 90), case.integers([1]), 1, prefix_B.new_empty(1, 1, 0), 90)
+            case.table(2, 90)
+            case.check("plan_draft", Frontier(prefix_B, start, scratch_BKA, 90), rows=2)
+        case.table(1, 90)
+        empty = Frontier(case.integers([1]), 1, prefix_B.new_empty(1, 1, 0), 90)
         q_TND = case.normal(1, 2, 32)
-        assert not run(TritonAttention(16, dtype), "plan_draft", empty, q_TND, case.cache).any()
+        assert not run(
+            TritonAttention(16, dtype), "plan_draft", empty, q_TND, case.cache, case.pages_BM
+        ).any()
 
     def test_deep_draft(self, device: torch.device, dtype: torch.dtype) -> None:
         """Eight nodes with nine ancestors each, among 72 entries after the prefix."""
@@ -334,7 +344,8 @@ class TestShapes:
         prefix_B = case.integers([130, 50])
         column = 8 * torch.arange(9) + torch.randint(8, (2, 8, 9), generator=case.generator)
         scratch_BKA = prefix_B[:, None, None] + column.to(device)
-        case.check("plan_draft", Frontier(case.table(2, 202), prefix_B, 1, scratch_BKA, 202), rows=16)
+        case.table(2, 202)
+        case.check("plan_draft", Frontier(prefix_B, 1, scratch_BKA, 202), rows=16)
 
     def test_long_prompt(self, device: torch.device, dtype: torch.dtype) -> None:
         case = Case((2, 1, 32), 16, device, dtype)
@@ -393,7 +404,8 @@ def test_keys_and_values_in_fp8(
     scratch_BKA = prefix_B[:, None, None] + case.integers(
         [[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]]
     )
-    case.check("plan_draft", Frontier(case.table(2, 28), prefix_B, 1, scratch_BKA, 28), rows=6)
+    case.table(2, 28)
+    case.check("plan_draft", Frontier(prefix_B, 1, scratch_BKA, 28), rows=6)
     for own in (True, False):
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 90, 1]), rows=111, own=own)
 
@@ -424,19 +436,19 @@ def test_no_page_after_the_last_is_read(page_size: int) -> None:
 def test_one_graph_serves_all_lengths() -> None:
     case = Case((8, 2, 128), 16, GPU, torch.bfloat16)
     nodes = tree(case, [300, 300], [4, 2], max_nodes=8)
-    nodes = replace(nodes, pages_BM=case.table(2, 700), max_kv=700)
+    pages_BM, nodes = case.table(2, 700), replace(nodes, max_kv=700)
     q_TND = case.normal(6, 8, 128)
     plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
-    plan.run(q_TND, case.cache, Softmax(), None, None)
+    plan.run(q_TND, case.cache, pages_BM, Softmax(), None, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
-        out = [plan.run(q_TND, case.cache, Softmax(), None, None) for _ in range(3)][-1]
+        out = [plan.run(q_TND, case.cache, pages_BM, Softmax(), None, None) for _ in range(3)][-1]
     for lengths in ([1, 690], [640, 0], [63, 64]):
         nodes.length_B.copy_(torch.tensor(lengths))
         graph.replay()
         oracle = TorchAttention(16, torch.float64)
-        right = run(oracle, "plan_verify", nodes, q_TND.double(), case.cache.double())
+        right = run(oracle, "plan_verify", nodes, q_TND.double(), case.cache.double(), pages_BM)
         torch.testing.assert_close(out.double(), right, atol=3e-2, rtol=3e-2)
 
 
@@ -472,9 +484,8 @@ class Text:
         slot_T = torch.tensor([b for b, count in enumerate(counts) for _ in range(count)], device=GPU)
         local_T = torch.tensor([i for count in counts for i in range(count)], device=GPU)
         length_B = torch.tensor(lengths, device=GPU)
-        pages = torch.arange(1, 1 - (-1160 // page_size), device=GPU)
         nodes = Nodes(
-            pages_BM=pages.expand(len(counts), -1), length_B=length_B, q_start=torch.tensor(start, device=GPU),
+            length_B=length_B, q_start=torch.tensor(start, device=GPU),
             slot_T=slot_T, local_T=local_T, mask_T=(2 << local_T) - 1,
             levels=None, max_nodes=max(counts), max_kv=1160,
         )  # fmt: skip
@@ -482,10 +493,12 @@ class Text:
 
     def verified(self, nodes: Nodes, q_TND: Tensor, page_size: int, kv_LND: Tensor | None = None) -> Tensor:
         cache = self.cache(page_size, self.qkv_LND if kv_LND is None else kv_LND)
+        pages = torch.arange(1, 1 - (-1160 // page_size), device=GPU)
+        pages_BM = pages.expand(len(nodes.length_B), -1)
         return (
             TritonAttention(page_size, self.dtype)
             .plan_verify(nodes)
-            .run(q_TND, cache, Softmax(), None, self.scales)
+            .run(q_TND, cache, pages_BM, Softmax(), None, self.scales)
         )
 
     def decoded(self) -> Tensor:
@@ -574,14 +587,14 @@ class TestSameBits:
                 own = text.qkv_LND[start : min(start + chunk, 1160)]
                 end = start + len(own)
                 request = Chunks(
-                    pages_BM=pages_BM, q_start=torch.tensor([0, len(own)], device=GPU),
+                    q_start=torch.tensor([0, len(own)], device=GPU),
                     slot_T=torch.zeros(len(own), dtype=torch.int64, device=GPU),
                     positions_T=torch.arange(start, end, device=GPU), max_tokens=len(own), max_kv=end,
                     spans=[(start, len(own))],
                 )  # fmt: skip
                 plan = TritonAttention(page_size, text.dtype).plan_prefill(request)
                 kv_TND = own[:, text.heads :] if start % 200 == 0 else None
-                found.append(plan.run(own[:, : text.heads], cache, Softmax(), kv_TND, scales))
+                found.append(plan.run(own[:, : text.heads], cache, pages_BM, Softmax(), kv_TND, scales))
             rows = torch.cat(found)
             places = [p for p in PLACES if p < len(rows)]
             assert torch.equal(rows[places], right[: len(places)]), chunk

@@ -195,7 +195,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
 
     def chain() -> Tensor:
         workspace = Workspace()
-        _, length_B, _, pages = gather_slots(rows_B, length_R, length_R, pages_RM)
+        _, length_B, _, pages = gather_slots(rows_B, length_R, length_R, pages_RM[None])
         paths = None if levels is None else list_paths(mask_T, q_start, length_B, levels, nodes)
         x, residual = embed_rms_norm(ids_T, table_VH, norm_H, 1e-5)
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
@@ -203,9 +203,9 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
             # Programs that share tiles, or a launch that does not overlap.
             mixed = swap_ab_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
-            q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, pages, place_T)
+            q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, pages[0], place_T)
             tree = q_start, paths, nodes
-            x = attend_nodes(q, cache, pages, length_B, *tree, workspace).flatten(1)
+            x = attend_nodes(q, cache, pages[0], length_B, *tree, workspace).flatten(1)
             if tokens < 16:  # where the later chains have other launches after each other
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5, torch.int8)
                 x = integer_linear(read, *square)

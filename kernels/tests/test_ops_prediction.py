@@ -194,7 +194,7 @@ def test_a_likelier_candidate_stays(device: str) -> None:
     rows_B = torch.arange(3, device=device)
     token_NC = torch.tensor([[1, 2], [7, 2], [1, 7]], device=device)
     logp_NC = torch.tensor([[-0.2, -0.9], [-0.5, -3.0], [-0.1, -2.0]], device=device)
-    slots = Slots(rows_B, rows_B + 3, rows_B + 1, 1 + rows_B.repeat(40, 1).T.contiguous(), 16)
+    slots = Slots(rows_B, rows_B + 3, rows_B + 1, 1 + rows_B.repeat(40, 1).T.contiguous()[None], 16)
     for ops in (grow_reference, grow):
         pool = Pool.of_tree(3, 1, 2, torch.float32, torch.device(device))
         ops.grow_level(ops.root_level(slots, pool), token_NC, logp_NC, pool, slots, table)
@@ -220,7 +220,7 @@ def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None
     length_B = torch.randint(1, 30, (slots,), device=device)
     pages_BM = 1 + torch.randperm(slots * 40, device=device).view(slots, 40)
     pools = [Pool.of_tree(slots, levels, k, torch.float32, torch.device(device)) for _ in range(2)]
-    start = Slots(rows_B, torch.full_like(rows_B, 3), length_B, pages_BM, 16)
+    start = Slots(rows_B, torch.full_like(rows_B, 3), length_B, pages_BM[None], 16)
     expected: Level | None = grow_reference.root_level(start, pools[0])
     actual: Level | None = grow.root_level(start, pools[1])
     for _ in range(levels):

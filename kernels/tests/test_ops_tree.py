@@ -86,7 +86,7 @@ class Batch:
         columns = (int(length.max()) + ahead) // page_size + 2
         pages = 1 + torch.randperm(slots * columns).view(slots, columns)
         root = torch.randint(VOCAB, (slots,))
-        return cls(Slots(*(x.to(device) for x in (rows, root, length, pages)), page_size), state_rows)
+        return cls(Slots(*(x.to(device) for x in (rows, root, length, pages[None])), page_size), state_rows)
 
 
 def candidates(nodes: int, k: int, device: str, ties: bool, dead: bool) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def tables_of(batch: Batch, device: str, width: int = 1) -> SlotTables:
     length_R[batch.rows_B] = batch.length_B
     tokens_RC = torch.randint(VOCAB, (rows, columns), device=device, dtype=torch.int32)
     feature_RH = torch.randn(rows, width, device=device)
-    return SlotTables(root_R, length_R, feature_RH, tokens_RC, batch.pages_BM, limit_R, cap_R)
+    return SlotTables(root_R, length_R, feature_RH, tokens_RC, batch.pages_BM[None], limit_R, cap_R)
 
 
 def limits(batch: Batch, rooms: list[int], caps: list[int], device: str) -> SlotTables:
@@ -319,8 +319,8 @@ def test_whole_steps(k: int, levels: int, page_size: int, device: str) -> None:
         pages = int(batch.pages_BM.max()) + 1
         group = torch.randn(3, pages, 2, page_size, 2, 24, device=device).to(torch.bfloat16)
         groups = group.clone(), group.clone()
-        commit_reference.move_kv(groups[0], accepted, batch.pages_BM)
-        commit.move_kv(groups[1], accepted, batch.pages_BM)
+        commit_reference.move_kv(groups[0], accepted, batch.slots.pages_GBM)
+        commit.move_kv(groups[1], accepted, batch.slots.pages_GBM)
         assert torch.equal(groups[0][:, 1:], groups[1][:, 1:])
         assert trial == 0 or k == 1 or not torch.equal(groups[1], group)
         check_advance(batch, accepted, total, pages, device, penalized=trial > 0, featured=trial < 2)
@@ -361,9 +361,9 @@ def copy_of(tables: SlotTables) -> SlotTables:
 def test_gathered_slots(pages: int, device: str) -> None:
     torch.manual_seed(pages)
     root_R, length_R = torch.randint(9999, (2, 7), device=device).unbind()
-    pages_RM = torch.randint(9999, (7, pages), device=device)
-    for rows in ([6], [5, 0, 2, 6, 6]):
-        given = torch.tensor(rows, device=device), root_R, length_R, pages_RM
+    for rows, tables in (([6], 1), ([5, 0, 2, 6, 6], 3)):
+        pages_GRM = torch.randint(9999, (tables, 7, pages), device=device)
+        given = torch.tensor(rows, device=device), root_R, length_R, pages_GRM
         found = zip(gather.gather_slots(*given), gather_reference.gather_slots(*given), strict=True)
         for one, other in found:
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -380,10 +380,12 @@ def test_moves_whose_targets_are_sources(device: str) -> None:
         first = torch.arange(slots, device=device) * batch.slots.capacity
         place = (first + batch.length_B)[:, None] + torch.arange(columns, device=device)
         accepted = Accepted(*(zero, zero[:, 0], zero), *(place, place + 1), *(zero, zero, zero))
-        group = torch.randn(2, int(batch.pages_BM.max()) + 1, 2, 16, heads, dim, device=device).to(dtype)
+        pages = int(batch.pages_BM.max())
+        pages_GBM = torch.stack([batch.pages_BM, batch.pages_BM + pages])
+        group = torch.randn(2, 2 * pages + 1, 2, 16, heads, dim, device=device).to(dtype)
         expected = group.clone()
-        commit_reference.move_kv(expected, accepted, batch.pages_BM)
-        commit.move_kv(group, accepted, batch.pages_BM)
+        commit_reference.move_kv(expected, accepted, pages_GBM)
+        commit.move_kv(group, accepted, pages_GBM)
         assert torch.equal(group[:, 1:], expected[:, 1:])
 
 

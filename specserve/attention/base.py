@@ -23,7 +23,6 @@ class Chunks:
     """Prefill: ragged runs of prompt tokens, each seeing all positions up to its own. ``slot_T``: each token's
     request."""
 
-    pages_BM: Tensor
     q_start: Tensor  # [B + 1]
     slot_T: Tensor
     positions_T: Tensor
@@ -38,7 +37,6 @@ class Chunks:
 class Nodes:
     """Verify: tree nodes at ``length + local index``, seeing the committed prefix and their ancestors."""
 
-    pages_BM: Tensor
     length_B: Tensor
     q_start: Tensor  # [B + 1]
     slot_T: Tensor  # B for padding
@@ -54,7 +52,6 @@ class Nodes:
 class Frontier:
     """One draft level: K nodes a request that see the prefix from ``kv_start`` on, and ``scratch_BKA``."""
 
-    pages_BM: Tensor
     prefix_B: Tensor  # positions below this are the prefix
     kv_start: int
     scratch_BKA: Tensor  # positions of ancestors and self beyond the prefix
@@ -69,10 +66,16 @@ class Plan(Protocol):
     def reads_own(self) -> bool: ...
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
+        self,
+        q_TND: Tensor,
+        cache: Tensor,
+        pages_BM: Tensor,
+        softmax: Softmax,
+        kv_TND: Tensor | None,
+        scales: KVScales | None,
     ) -> Tensor:
-        """Return the outputs ``[T, N, D]``. ``cache``: one layer of the pool, with ``scales`` in FP8. ``kv_TND``: the
-        tokens' own keys and then values, as the cache holds them."""
+        """Return the outputs ``[T, N, D]``. ``cache``: one layer of the pool, with ``scales`` in FP8, and ``pages_BM``
+        its page table. ``kv_TND``: the tokens' own keys and then values, as the cache holds them."""
         ...
 
 

@@ -30,10 +30,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class _Prefill:
-    """One pass. FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two."""
+    """One pass. FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two. Without
+    windows, which it does not serve, they share a page table."""
 
     reads_own: ClassVar = False
-    pages_BM: Tensor
     spans: Sequence[tuple[int, int]]
     page_size: int
     workspace: Tensor
@@ -41,24 +41,36 @@ class _Prefill:
     wrappers: dict[tuple[int, int, int, float | None], Any] = field(default_factory=dict)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
+        self,
+        q_TND: Tensor,
+        cache: Tensor,
+        pages_BM: Tensor,
+        softmax: Softmax,
+        kv_TND: Tensor | None,
+        scales: KVScales | None,
     ) -> Tensor:
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4], softmax.scale
         if geometry not in self.wrappers:
-            self.wrappers[geometry] = self._plan(*geometry, q_TND.dtype)
+            self.wrappers[geometry] = self._plan(pages_BM, *geometry, q_TND.dtype)
             self.alive.append(self.wrappers[geometry])
         out: Tensor = self.wrappers[geometry].run(q_TND.contiguous(), cache)
         return out
 
     def _plan(
-        self, heads: int, kv_heads: int, head_size: int, scale: float | None, dtype: torch.dtype
+        self,
+        pages_BM: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        scale: float | None,
+        dtype: torch.dtype,
     ) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         ends = [start + count for start, count in self.spans]
         pages = [-(-end // self.page_size) for end in ends]
         last = [end - (count - 1) * self.page_size for end, count in zip(ends, pages, strict=True)]
-        rows = zip(self.pages_BM, pages, strict=True)
+        rows = zip(pages_BM, pages, strict=True)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         wrapper.plan(
             _starts([count for _, count in self.spans]),
@@ -108,9 +120,9 @@ class FlashInferAttention:
         if chunks.spans is None or chunks.kv_start:
             return self._triton.plan_prefill(chunks)
         if self._workspace is None:
-            device = chunks.pages_BM.device
+            device = chunks.q_start.device
             self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return _Prefill(chunks.pages_BM, chunks.spans, self.page_size, self._workspace, self._alive)
+        return _Prefill(chunks.spans, self.page_size, self._workspace, self._alive)
 
     def plan_verify(self, nodes: Nodes) -> Plan:
         return self._triton.plan_verify(nodes)

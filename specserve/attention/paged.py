@@ -20,7 +20,7 @@ class PagedAttend:
 
     pool: KVPool
     plan: Plan
-    pages_BM: Tensor
+    pages_GBM: Tensor
     place_T: Tensor
     first_layer: int = 0
 
@@ -28,17 +28,18 @@ class PagedAttend:
         qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
         layer, own = self.first_layer + ask.layer, self.plan.reads_own and heads > 0
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
+        pages_BM = self.pages_GBM[self.pool.tables[layer]]
         q_TND = rotary_store_kv(
-            qkv_TND, *ask.rope, heads, cache, self.pages_BM, self.place_T, keys=own, scales=scales
+            qkv_TND, *ask.rope, heads, cache, pages_BM, self.place_T, keys=own, scales=scales
         )
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
-        return self.plan.run(q_TND, cache, ask.softmax, kv_TND, scales).flatten(1)
+        return self.plan.run(q_TND, cache, pages_BM, ask.softmax, kv_TND, scales).flatten(1)
 
 
 def store_projected(
-    pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, pages_BM: Tensor, place_T: Tensor
+    pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, pages_GBM: Tensor, place_T: Tensor
 ) -> None:
     """Rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that does not run. May change ``kv_TND`` in
     place."""
-    where = pool.layers[layer], pages_BM, place_T
+    where = pool.layers[layer], pages_GBM[pool.tables[layer]], place_T
     rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, keys=False, scales=pool.scales[layer])

@@ -27,27 +27,44 @@ class _Plan:
     """``visible`` returns what queries see within a window, ``[B, N, L]``. ``gather_BN``: packed index of each padded
     query; ``scatter_T``: padded index of each packed query (None: equal)."""
 
-    pages_BM: Tensor
+    page_size: int
     queries: int
     visible: Callable[[int | None], Tensor]
     gather_BN: Tensor | None = None
     scatter_T: Tensor | None = None
     reads_own: ClassVar = False
-    # the bias of all layers with one window and group size
-    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    # of all layers with one window and group size, the bias and which of a slot's pages are seen
+    biases: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
+        self,
+        q_TND: Tensor,
+        cache: Tensor,
+        pages_BM: Tensor,
+        softmax: Softmax,
+        kv_TND: Tensor | None,
+        scales: KVScales | None,
     ) -> Tensor:
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
-        q_BNHD = q.reshape(len(self.pages_BM), self.queries, *q_TND.shape[1:])
+        q_BNHD = q.reshape(len(pages_BM), self.queries, *q_TND.shape[1:])
         group = q_TND.shape[1] // cache.shape[3]
         key = softmax.window, group
         if key not in self.biases:
-            self.biases[key] = group_bias(visible_to_bias(self.visible(softmax.window), q_TND.dtype), group)
-        out = paged_attention(q_BNHD, cache, self.pages_BM, self.biases[key], scales, softmax.scale)
+            visible_BNL = self.visible(softmax.window)
+            bias = group_bias(visible_to_bias(visible_BNL, q_TND.dtype), group)
+            self.biases[key] = bias, self._seen_pages(visible_BNL)
+        bias, seen_BM = self.biases[key]
+        pages_BM = pages_BM[:, : seen_BM.shape[1]].where(seen_BM, 0)  # others may be another request's by now
+        out = paged_attention(q_BNHD, cache, pages_BM, bias, scales, softmax.scale)
         out = out.flatten(0, 1)
         return out if self.scatter_T is None else out[self.scatter_T]
+
+    def _seen_pages(self, visible_BNL: Tensor) -> Tensor:
+        """Return which pages of each slot a query sees that is not padding, ``[B, M]``."""
+        if self.scatter_T is not None:
+            packed = torch.zeros_like(visible_BNL[..., 0]).flatten().index_fill_(0, self.scatter_T, True)
+            visible_BNL = visible_BNL & packed.view(visible_BNL.shape[:2])[..., None]
+        return visible_BNL.any(1).view(len(visible_BNL), -1, self.page_size).any(2)
 
 
 class TorchAttention:
@@ -61,8 +78,8 @@ class TorchAttention:
         return [] if isinstance(spec, HeadKV) else [f"it reads keys and values by head, not {spec}"]
 
     def plan_prefill(self, chunks: Chunks) -> _Plan:
-        pages_BM, position_L = self._columns(chunks.pages_BM, chunks.max_kv)
-        batch = len(pages_BM)
+        position_L = self._positions(chunks.positions_T, chunks.max_kv)
+        batch = len(chunks.q_start) - 1
         if batch == 1:
             gather_BN, scatter_T = None, None
             positions_BN = chunks.positions_T[None]
@@ -78,11 +95,11 @@ class TorchAttention:
                 visible_BNL &= position_L > positions_BN[..., None] - window
             return _from(chunks.kv_start, position_L, visible_BNL)
 
-        return _Plan(pages_BM, positions_BN.shape[1], visible, gather_BN, scatter_T)
+        return _Plan(self.page_size, positions_BN.shape[1], visible, gather_BN, scatter_T)
 
     def plan_verify(self, nodes: Nodes) -> _Plan:
-        pages_BM, position_L = self._columns(nodes.pages_BM, nodes.max_kv)
-        batch, total = len(pages_BM), len(nodes.slot_T)
+        position_L = self._positions(nodes.length_B, nodes.max_kv)
+        batch, total = len(nodes.length_B), len(nodes.slot_T)
         if batch == 1 or nodes.max_nodes == 1:
             gather_BN, scatter_T = None, None
             mask_BN = nodes.mask_T.view(batch, -1)
@@ -99,10 +116,10 @@ class TorchAttention:
                 visible_BNL &= depth_B1L > depth_BN1 - window
             return _from(nodes.kv_start, position_L, visible_BNL)
 
-        return _Plan(pages_BM, mask_BN.shape[1], visible, gather_BN, scatter_T)
+        return _Plan(self.page_size, mask_BN.shape[1], visible, gather_BN, scatter_T)
 
     def plan_draft(self, frontier: Frontier) -> _Plan:
-        pages_BM, position_L = self._columns(frontier.pages_BM, frontier.max_kv)
+        position_L = self._positions(frontier.prefix_B, frontier.max_kv)
         queries, entries = frontier.scratch_BKA.shape[1:]
 
         def visible(window: int | None) -> Tensor:
@@ -114,14 +131,12 @@ class TorchAttention:
             visible_BKL = visible_B1L.repeat(1, queries, 1).scatter_(2, scratch_BKA, True)
             return visible_BKL if entries else _finite(visible_BKL)
 
-        return _Plan(pages_BM, queries, visible)
+        return _Plan(self.page_size, queries, visible)
 
-    def _columns(self, pages_BM: Tensor, max_kv: int) -> tuple[Tensor, Tensor]:
-        """Return the part of the page table in use, and the positions that it covers: a multiple of ``LANES``."""
-        assert max_kv <= pages_BM.shape[1] * self.page_size, "the page table is too narrow for this step"
+    def _positions(self, like: Tensor, max_kv: int) -> Tensor:
+        """Return the positions of the pages in use: a multiple of ``LANES``."""
         wide = max(self.page_size, LANES)
-        pages = min(-(-max_kv // wide) * wide // self.page_size, pages_BM.shape[1])
-        return pages_BM[:, :pages], torch.arange(pages * self.page_size, device=pages_BM.device)
+        return torch.arange(-(-max_kv // wide) * wide, device=like.device)
 
 
 def _from(kv_start: int, position_L: Tensor, visible_BNL: Tensor) -> Tensor:

@@ -37,10 +37,16 @@ class _Prefill:
     reads_own: ClassVar = True
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
+        self,
+        q_TND: Tensor,
+        cache: Tensor,
+        pages_BM: Tensor,
+        softmax: Softmax,
+        kv_TND: Tensor | None,
+        scales: KVScales | None,
     ) -> Tensor:
         c = self.chunks
-        where = c.pages_BM, c.q_start, c.positions_T, c.max_tokens
+        where = pages_BM, c.q_start, c.positions_T, c.max_tokens
         how = softmax.scale, softmax.window
         return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how)
 
@@ -53,11 +59,17 @@ class _Verify:
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
+        self,
+        q_TND: Tensor,
+        cache: Tensor,
+        pages_BM: Tensor,
+        softmax: Softmax,
+        kv_TND: Tensor | None,
+        scales: KVScales | None,
     ) -> Tensor:
         n = self.nodes
         tree, how = (n.q_start, self.paths, n.max_nodes), (softmax.scale, softmax.window)
-        where = n.pages_BM, n.length_B, *tree
+        where = pages_BM, n.length_B, *tree
         return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how)
 
 
@@ -68,10 +80,16 @@ class _Draft:
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(
-        self, q_TND: Tensor, cache: Tensor, softmax: Softmax, kv_TND: Tensor | None, scales: KVScales | None
+        self,
+        q_TND: Tensor,
+        cache: Tensor,
+        pages_BM: Tensor,
+        softmax: Softmax,
+        kv_TND: Tensor | None,
+        scales: KVScales | None,
     ) -> Tensor:
         f = self.frontier
-        where, how = (f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA), (softmax.scale, softmax.window)
+        where, how = (pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA), (softmax.scale, softmax.window)
         return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how)
 
 

@@ -46,6 +46,7 @@ class EngineConfig:
     kv_cache_dtype: str
     largest_graph: int | None
     prefix_cache: bool
+    disable_hybrid_kv_cache_manager: bool
     overlap: bool
     random_seed: int | None
     all_greedy: bool

@@ -250,6 +250,11 @@ class Settings:
     disable_radix_cache: bool = engine(
         False, "Discard a prompt's KV cache when its request ends.", aliases=("disable_radix",)
     )
+    disable_hybrid_kv_cache_manager: bool = engine(
+        False,
+        "Keep the KV cache of all tokens in layers with a sliding window too. The text stays the same.",
+        aliases=("disable_hybrid_swa_memory",),
+    )
     overlap_schedule: str = engine(
         "auto",
         "Do the host's work for one step during the next. auto: on for cuda; off on cpu, where there is nothing to "

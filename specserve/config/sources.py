@@ -74,6 +74,7 @@ _NO_EFFECT = _by_flag({
     "an idle engine always sleeps": ("sleep-on-idle",),
     "the page used least recently is evicted": ("radix-eviction-policy",),
     "weights and KV pool stay on the device": ("swap-space", "delete-ckpt-after-loading"),
+    "layers with sliding windows and others share one pool": ("swa-full-tokens-ratio",),
     "the model runs in one process": (
         "nccl-port", "dist-init-addr", "dist-timeout", "node-rank", "disable-custom-all-reduce", "enable-p2p-check"
     ),

@@ -12,7 +12,7 @@ import msgspec
 
 from specserve.core import SamplingParams
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import Continuation, RowInit
+from specserve.speculation.state import Continuation, PageRun, RowInit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,9 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
 
 
 class SetPages(msgspec.Struct, tag=True, frozen=True):
-    """Set part of a slot's page table, from entry ``start`` on."""
+    """Set parts of slots' page tables."""
 
-    slot: int
-    start: int
-    pages: Sequence[int]
+    runs: Sequence[PageRun]
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):

@@ -204,7 +204,7 @@ class _Maker:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._launched = False
         self.ran = 0  # launches that ran eagerly first
-        self._capacity = state.slots.pages.shape[1] * context.pool.page_size
+        self._capacity = state.slots.pages.shape[2] * context.pool.page_size
         self._logits_XV = torch.empty(
             most_nodes, context.vocab_size, dtype=context.pool.config.dtype, device=state.device
         )

@@ -105,21 +105,23 @@ def pool_pages(
     device: torch.device,
     context_length: int,
 ) -> int:
-    """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens``, or what
-    ``mem_fraction`` of a GPU's memory leaves next to the weights already on it, or on a CPU ``host_tokens``. Raises
-    ValueError for more than a CPU's memory, and when nothing is left."""
-    size = config.page_size
+    """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens`` in every table, or
+    what ``mem_fraction`` of a GPU's memory leaves next to the weights already on it, or on a CPU ``host_tokens``.
+    Raises ValueError for more than a CPU's memory, and when nothing is left."""
+    size, tables = config.page_size, len(config.layout.windows)
     if max_total_tokens is not None:
-        pages = -(-max_total_tokens // size) + 1
+        pages = tables * -(-max_total_tokens // size) + 1
         if device.type == "cpu":
             _check_given(pages * config.page_bytes, max_total_tokens)
         return pages
     return_memory()  # temporary buffers of loading and quantization
     memory = device_memory(device.type)
     if device.type == "cpu":
-        tokens, why = host_tokens(memory.free, mem_fraction, config.page_bytes / size, context_length)
-        pages = -(-tokens // size) + 1
-        log.info("max_total_tokens = %d: %s", (pages - 1) * size, why)
+        tokens, why = host_tokens(
+            memory.free, mem_fraction, tables * config.page_bytes / size, context_length
+        )
+        pages = tables * -(-tokens // size) + 1
+        log.info("max_total_tokens = %d: %s", (pages - 1) // tables * size, why)
     else:
         pages = (int(memory.total * mem_fraction) - (memory.total - memory.free)) // config.page_bytes
     if pages < 2:

@@ -81,7 +81,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
     more the more nodes attend to it."""
     sizes = sorted({size for size in _EAGER_SIZES if size < most_slots} | {most_slots})
     shapes = list(dict.fromkeys(shape for size in sizes for shape in candidates(size)))
-    room = context.state.slots.pages.shape[1] * context.pool.page_size
+    room = context.state.slots.pages.shape[2] * context.pool.page_size
     behind = min(_EAGER_CONTEXT, room - max(shape.reserve for shape in shapes))
     with _drafted_for(context):
         return time_steps(shapes, behind, partial(eager_seconds, context))
@@ -224,7 +224,7 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def _kv_bytes(context: Context) -> int:
-    """Return the bytes of one token in the target's layers."""
+    """Return the bytes that a token adds to what the target's layers read."""
     return sum(spec.token_bytes for spec in context.pool.config.target)
 
 

@@ -99,7 +99,7 @@ def short_prefill(context: Context, size: PromptSize, numbers: Tensor) -> Prefil
     stays 1; the rest of the row is never read."""
     rows_B, chunks = size.unpack(numbers)
     slots = context.state.slots
-    capacity = slots.pages.shape[1] * context.pool.page_size
+    capacity = slots.pages.shape[2] * context.pool.page_size
     result = prefill(context, View.of(context, rows_B, capacity, Needs()), chunks)
     slots.length[context.state.dummy].fill_(1)
     return result

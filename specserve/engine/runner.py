@@ -250,7 +250,8 @@ class Runner:
         self.context.admit(command.rows)
 
     def set_pages(self, command: SetPages) -> None:
-        self.context.state.set_pages(command.slot, command.start, command.pages)
+        if command.runs:
+            self.context.state.set_pages(command.runs)
 
     @torch.inference_mode()
     def prefill(self, command: Prefill) -> Launch:

@@ -1,17 +1,20 @@
 """The prefix cache: a radix tree over pages.
 
-An edge holds a run of pages and their tokens; edges split where two sequences diverge. The tree holds one reference on
-each of its pages, requests hold their own, and a page is evicted only when the tree is its last owner.
+An edge holds a run of tokens, whole pages of them, and the pages of each table; edges split where two sequences
+diverge. The tree holds one reference on each of its pages, requests hold their own, and a page is evicted only when the
+tree is its last owner. A window's table may lack pages, before the window of whoever computed them, or evicted: a
+prefix can be used where each table has the pages that tokens after it see.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
 
 from specserve.kv.allocator import PageAllocator
+from specserve.kv.layout import first_page
 
 Key = tuple[int | str, ...]
 """The tokens of a page; of the first, after its salt if it has one."""
@@ -20,7 +23,7 @@ Key = tuple[int | str, ...]
 @dataclass(slots=True, eq=False)
 class _Node:
     keys: list[Key]  # the tokens of each page on the edge into this node
-    pages: list[int]
+    pages: list[list[int]]  # of each table, one for each key; 0: absent
     parent: _Node | None
     used: int = 0
     children: dict[Key, _Node] = field(default_factory=dict)  # by the first page's tokens
@@ -28,56 +31,134 @@ class _Node:
 
 
 class RadixCache:
-    """Maps token prefixes, in whole pages, to pages that hold their KV."""
+    """Maps token prefixes, in whole pages, to pages that hold their KV. ``windows``: of each table, the tokens that it
+    keeps; None: all."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, windows: Sequence[int | None] = (None,)
+    ) -> None:
         self._allocator = allocator
         self._page_size = page_size
-        self._root = _Node([], [], None)
+        self._windows = windows
+        self._sliding = any(window is not None for window in windows)
+        self._root = _Node([], [[] for _ in windows], None)
         self._clock = 0
         # A heap of last use, last page, leaf. A queued last use may be outdated, and the leaf may have children by now:
         # eviction corrects that when it pops the leaf, so that lookups and inserts need not keep the order.
         self._oldest: list[tuple[int, int, _Node]] = []
+        self._unthinned: deque[_Node] = (
+            deque()
+        )  # nodes that may have pages before their last window, oldest first
         self.num_pages = 0
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """Return the pages of the longest cached prefix of ``tokens`` that was inserted with the same ``salt``. The
-        caller takes references before anything else runs."""
-        pages: list[int] = []
-        for node, matched in self._walk(self._keys(tokens, salt)):
-            pages += node.pages[:matched]
-        return pages
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
+        """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt`` and
+        can be used; 0 before a window. The caller takes references before anything else runs."""
+        found = self.find(tokens, salt)
+        size = self._page_size
+        best, run = 0, [0] * len(found)  # pages that follow each other, up to the last one
+        if not self._sliding:
+            return found
+        for count, column in enumerate(zip(*found, strict=True), start=1):
+            run = [before + 1 if page else 0 for before, page in zip(run, column, strict=True)]
+            firsts = [first_page(window, count * size, size) for window in self._windows]
+            if all(length >= count - first for length, first in zip(run, firsts, strict=True)):
+                best = count
+        for window, pages in zip(self._windows, found, strict=True):
+            first = first_page(window, best * size, size)
+            pages[:] = [0] * first + pages[first:best]
+        return found
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
-        """Add a sequence with its whole ``pages``; parts that are already cached keep the tree's pages."""
-        keys = self._keys(tokens, salt)[: len(pages)]
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
+        """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt``; 0
+        where there is none."""
+        found: list[list[int]] = [[] for _ in self._windows]
+        for node, matched in self._walk(self._keys(tokens, salt)):
+            for pages, own in zip(found, node.pages, strict=True):
+                pages += own[:matched]
+        return found
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "") -> None:
+        """Add a sequence with its whole ``pages`` by table, 0 where there is none; parts that are already cached keep
+        the tree's pages."""
+        keys = self._keys(tokens, salt)[: len(pages[0])]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
+            if matched < len(step.keys):
+                step = self._split(step, matched)
+            self._fill(step, [own[done : done + matched] for own in pages])
             node, done = step, done + matched
-            if matched < len(step.pages):
-                node = self._split(step, matched)
         if done < len(keys):
-            leaf = _Node(keys[done:], list(pages[done : len(keys)]), node, self._tick())
+            leaf = _Node(keys[done:], [[0] * (len(keys) - done) for _ in pages], node, self._tick())
             node.children[leaf.keys[0]] = leaf
+            self._fill(leaf, [own[done : len(keys)] for own in pages])
             self._queue(leaf)
-            self._allocator.adopt(leaf.pages)
-            self.num_pages += len(leaf.pages)
+
+    def _fill(self, node: _Node, pages: Sequence[Sequence[int]]) -> None:
+        """Adopt the pages that the node lacks."""
+        if not self._sliding and node.pages[0][0]:
+            return
+        new = [
+            (table, index, page)
+            for table, own in enumerate(pages)
+            for index, page in enumerate(own)
+            if page and not node.pages[table][index]
+        ]
+        for table, index, page in new:
+            node.pages[table][index] = page
+        self._allocator.adopt(page for _, _, page in new)
+        self.num_pages += len(new)
+        if new and self._sliding:
+            self._unthinned.append(node)
 
     def evict(self, count: int) -> int:
-        """Free at least ``count`` pages that only the tree owns, if there are that many, least recently used first; a
-        leaf that a request uses counts as used now. Return how many were freed."""
-        freed, now = 0, self._tick()
+        """Free at least ``count`` pages that only the tree owns, if there are that many: first those before the last
+        window of an edge, then the ends of leaves, least recently used first, and last all other windows. A leaf that a
+        request uses counts as used now. Return how many were freed."""
+        freed = self._evict_unseen(count) if self._sliding else 0
+        now = self._tick()
         while self._oldest and freed < count and self._oldest[0][0] < now:
-            used, page, leaf = heapq.heappop(self._oldest)
+            used, _, leaf = heapq.heappop(self._oldest)
             if leaf.children:
                 leaf.queued = False  # until it is a leaf again
             elif used < leaf.used:
                 self._queue(leaf)
-            elif not self._only_ours(page):
+            elif not self._unused(leaf, -1):
                 leaf.used = self._tick()
                 self._queue(leaf)
             else:
                 freed += self._drop_tail(leaf, count - freed)
+        if self._sliding and freed < count:
+            for node in sorted(self.nodes(), key=lambda each: each.used):
+                freed += self._thin(node, [len(node.keys)] * len(node.pages), count - freed)
+        return freed
+
+    def _evict_unseen(self, count: int) -> int:
+        """Free up to ``count`` pages of windows that no sequence that continues from an edge's end sees."""
+        freed = 0
+        for _ in range(len(self._unthinned)):
+            if freed >= count:
+                break
+            node = self._unthinned.popleft()
+            depth, above = len(node.keys), node.parent
+            while above is not None:
+                depth, above = depth + len(above.keys), above.parent
+            ahead = [first_page(window, depth * self._page_size, self._page_size) for window in self._windows]
+            behind = [max(0, first - depth + len(node.keys)) for first in ahead]
+            freed += self._thin(node, behind, count - freed)
+            if any(any(pages[:end]) for pages, end in zip(node.pages, behind, strict=True)):
+                self._unthinned.append(node)  # some are in use
+        return freed
+
+    def _thin(self, node: _Node, ends: Sequence[int], most: int) -> int:
+        """Free up to ``most`` unused pages of a node's windows, by table before an end. Return how many."""
+        freed = 0
+        for window, pages, end in zip(self._windows, node.pages, ends, strict=True):
+            for index in range(end if window is not None else 0):
+                if pages[index] and freed < most and self._only_ours(pages[index]):
+                    self._allocator.disown([pages[index]])
+                    pages[index], freed = 0, freed + 1
+        self.num_pages -= freed
         return freed
 
     def clear(self) -> int:
@@ -86,7 +167,7 @@ class RadixCache:
 
     def pages(self) -> Iterator[int]:
         """Yield every page of the tree."""
-        return (page for node in self.nodes() for page in node.pages)
+        return (page for node in self.nodes() for pages in node.pages for page in pages if page)
 
     def _keys(self, tokens: Sequence[int], salt: str) -> list[Key]:
         size = self._page_size
@@ -113,31 +194,38 @@ class RadixCache:
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut the edge into ``node`` after ``at`` pages; return the new upper node."""
         assert node.parent is not None
-        upper = _Node(node.keys[:at], node.pages[:at], node.parent, node.used)
+        upper = _Node(node.keys[:at], [pages[:at] for pages in node.pages], node.parent, node.used)
         node.parent.children[upper.keys[0]] = upper
-        node.keys, node.pages, node.parent = node.keys[at:], node.pages[at:], upper
+        node.keys, node.pages, node.parent = node.keys[at:], [pages[at:] for pages in node.pages], upper
         upper.children[node.keys[0]] = node
+        if self._sliding:
+            self._unthinned.append(upper)
         return upper
 
     def _queue(self, leaf: _Node) -> None:
         leaf.queued = True
-        heapq.heappush(self._oldest, (leaf.used, leaf.pages[-1], leaf))
+        heapq.heappush(self._oldest, (leaf.used, leaf.pages[0][-1], leaf))
 
     def _drop_tail(self, leaf: _Node, most: int) -> int:
-        """Free up to ``most`` unused pages at a leaf's end, and unlink the leaf when it is empty. Return how many."""
-        first, parent = leaf.keys[0], leaf.parent
-        # A request that uses a page also uses all pages before it.
-        count = sum(1 for _ in takewhile(self._only_ours, islice(reversed(leaf.pages), most)))
-        self._allocator.disown(leaf.pages[-count:])
-        del leaf.pages[-count:], leaf.keys[-count:]
-        self.num_pages -= count
-        if leaf.pages:
+        """Free about ``most`` unused pages at a leaf's end, and unlink the leaf when it is empty. Return how many."""
+        first, parent, freed = leaf.keys[0], leaf.parent, 0
+        # A request that uses a page also uses all pages before it, of tables that keep all tokens.
+        while leaf.keys and freed < most and self._unused(leaf, -1):
+            leaf.keys.pop()
+            gone = [page for pages in leaf.pages if (page := pages.pop())]
+            self._allocator.disown(gone)
+            freed += len(gone)
+        self.num_pages -= freed
+        if leaf.keys:
             self._queue(leaf)
         elif parent is not None:
             del parent.children[first]
-            if parent.pages and not parent.children and not parent.queued:
+            if parent.keys and not parent.children and not parent.queued:
                 self._queue(parent)
-        return count
+        return freed
+
+    def _unused(self, node: _Node, index: int) -> bool:
+        return all(not pages[index] or self._only_ours(pages[index]) for pages in node.pages)
 
     def _only_ours(self, page: int) -> bool:
         return self._allocator.references(page) == 1

@@ -14,7 +14,11 @@ from torch import Tensor
 
 
 class KVSpec(Protocol):
-    """One layer's cache layout. Equal specs of neighbouring layers share a tensor."""
+    """One layer's cache layout. Equal specs of neighbouring layers share a tensor. ``window``: the tokens that
+    attention sees, the own one included; None: all."""
+
+    @property
+    def window(self) -> int | None: ...
 
     @property
     def token_bytes(self) -> int:
@@ -30,15 +34,16 @@ class KVSpec(Protocol):
         """Return the same spec, stored as float8_e4m3fn."""
         ...
 
-    def allocate(self, layers: int, pages: int, page_size: int, device: torch.device) -> Tensor:
-        """Return zeros ``[layers, pages, parts, page size, ...]``: each part of a page holds one row a token."""
+    def view(self, bytes_LPX: Tensor, page_size: int) -> Tensor:
+        """View each layer's bytes of each page as ``[layers, pages, parts, page size, ...]``: each part of a page holds
+        one row a token."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadKV:
     """Keys and values of every KV head (multi-head, grouped-query and multi-query attention):
-    ``[layers, pages, (k, v), page size, kv heads, head size]``. ``window``: tokens that attention sees; None: all."""
+    ``[layers, pages, (k, v), page size, kv heads, head size]``."""
 
     num_kv_heads: int
     head_dim: int
@@ -57,10 +62,9 @@ class HeadKV:
     def in_fp8(self, scales: KVScales) -> HeadKV:
         return replace(self, dtype=torch.float8_e4m3fn, scales=scales)
 
-    def allocate(self, layers: int, pages: int, page_size: int, device: torch.device) -> Tensor:
-        shape = (layers, pages, 2, page_size, self.num_kv_heads, self.head_dim)
-        # Zeros, not empty: a masked position still multiplies its value by a weight of 0, and 0 * NaN is NaN.
-        return zeros(shape, self.dtype, device)
+    def view(self, bytes_LPX: Tensor, page_size: int) -> Tensor:
+        own_LPX = bytes_LPX[..., : self.token_bytes * page_size].view(self.dtype)
+        return own_LPX.view(*own_LPX.shape[:2], 2, page_size, self.num_kv_heads, self.head_dim)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ from specserve.engine.shapes import (
     batch_buckets,
 )
 from specserve.engine.threads import choose_threads, usable_cores
+from specserve.kv.layout import Layout, lay_out
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import KVSpec
 from specserve.layers.formats.rounded import RoundedWeights
@@ -146,10 +147,11 @@ def assemble(
     """Make a scheduler with its own pages and requests for a loaded engine."""
     context = runner.context
     pool = context.pool
-    memory = Memory(pool.num_pages, pool.page_size, prefix_cache=config.prefix_cache)
+    memory = Memory(pool.num_pages, pool.page_size, config.prefix_cache, pool.config.layout.windows)
+    use = pool.config.use(memory.allocator.capacity, config.context_length)
     capacity = Capacity(
         context_length=config.context_length,
-        pool_tokens=memory.allocator.capacity * pool.page_size,
+        pool_tokens=use.longest_request,
         vocab_size=config.model.vocab_size,
         all_greedy=config.all_greedy,
     )
@@ -168,6 +170,7 @@ def assemble(
         max_total_tokens=capacity.pool_tokens,
         num_pages=memory.allocator.capacity,
         page_size=pool.page_size,
+        kv_pool=asdict(use),
         vocab_size=capacity.vocab_size,
         eos_token_ids=list(config.model.eos_token_ids),
         request_defaults=dict(config.request_defaults),
@@ -278,16 +281,16 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     pack_linears(target)  # last: a draft may take rows of the head before it is packed
     pool_config = PoolConfig(
         target=kept,
-        draft=_kept(config, drafter.kv, config.draft.path if config.draft else Path(), "draft"),
+        draft=(draft := _kept(config, drafter.kv, config.draft.path if config.draft else Path(), "draft")),
+        layout=_layout(config, plan, kept, draft, drafter.needs.before_windows),
         feature_size=drafter.needs.feature_size,
-        page_size=config.page_size,
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
     longest, fraction = config.context_length, config.mem_fraction_static
     pages = pool_pages(pool_config, config.max_total_tokens, fraction, device, longest)
     if config.max_total_tokens is None:
-        check_context(config, (pages - 1) * config.page_size)
+        check_context(config, pool_config.layout.longest(pages - 1))
     phase.enter("making the KV pool")
     attention = _attention(config, pool_config)
     state = DecodeState(
@@ -299,9 +302,10 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         dtype=dtype,
         device=device,
         prediction_size=prediction_limit(config.context_length) if drafter.vocab_size else 0,
+        tables=len(pool_config.layout.windows),
     )
     drafter.allocate(config.max_running_requests + 1, device)
-    pool = _pool(pool_config, pages, device)
+    pool = _pool(pool_config, pages, device, config.context_length)
     rates = config.draft.synthetic if config.draft is not None else ()
     synthetic = SyntheticAcceptance.of(rates, device) if rates else None
     return Context(target, drafter, pool, attention, state, config.model.vocab_size, synthetic, identity)
@@ -344,10 +348,24 @@ def check_context(config: EngineConfig, held: int) -> None:
     log.warning("%s, fewer than the model's %d: longer requests are refused", words, wanted)
 
 
-def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
+def _layout(
+    config: EngineConfig, plan: ShapePlan, target: Sequence[KVSpec], draft: Sequence[KVSpec], before: int
+) -> Layout:
+    """Return where the layers' caches lie. The drafter reads ``before`` tokens before the target's windows. Its own
+    layers keep all tokens: it may be steps behind, and store what it missed."""
+    whole = config.disable_hybrid_kv_cache_manager
+    windows = [None if whole or spec.window is None else spec.window + before for spec in target]
+    layers = [(spec.token_bytes, window) for spec, window in zip(target, windows, strict=True)]
+    layers += [(spec.token_bytes, None) for spec in draft]
+    ahead = config.chunked_prefill_size, plan.margin
+    return lay_out(layers, config.context_length, config.page_size, *ahead)
+
+
+def _pool(config: PoolConfig, pages: int, device: torch.device, context_length: int) -> KVPool:
     """Create the pool. Raises ValueError if the device has too little memory."""
     begin = time.perf_counter()
-    tokens, size = pages * config.page_size, pages * config.page_bytes / 2**30
+    use, size = config.use(pages - 1, context_length), pages * config.page_bytes / 2**30
+    tokens = use.tokens_without_groups
     try:
         pool = KVPool(config, pages, device)
     except (RuntimeError, OSError) as error:
@@ -360,6 +378,11 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
     if device.type != "meta":
         seconds = time.perf_counter() - begin
         log.info("the KV pool holds %d tokens in %.2f GiB, made in %.1f s", tokens, size, seconds)
+        if any(config.layout.windows):
+            words = (
+                "sliding windows free pages: it holds %d requests of %d tokens at a time, the longest has %d"
+            )
+            log.info(words, use.full_contexts, context_length, use.longest_request)
     return pool
 
 

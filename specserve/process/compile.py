@@ -135,7 +135,7 @@ def launch_all(config: EngineConfig) -> None:
     """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
     plan = shape_plan(config)
     context = create_shapes(config, plan)
-    capacity = context.state.slots.pages.shape[1] * config.page_size
+    capacity = context.state.slots.pages.shape[2] * config.page_size
     longest = config.longest_launch
     for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):
         for start in (0, 1):

@@ -1,23 +1,39 @@
-"""The pages of running requests: allocate, share through the prefix cache, free."""
+"""The pages of running requests: allocate, share through the prefix cache, free.
+
+A request holds all pages of a table that keeps all tokens, and of a window's those that its next tokens see. Pages
+before them are free as soon as no launch that is yet to be made reads them: launches run in order on one stream, so one
+in flight reads a page before a later one writes it for its next owner. A copy on another stream would need an event.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress, count
 from operator import ne
 
 from specserve.kv.allocator import PageAllocator
+from specserve.kv.layout import first_page
 from specserve.kv.radix import RadixCache
-from specserve.scheduler.request import Request
+from specserve.scheduler.request import Hold, Request
+from specserve.speculation.state import PageRun
 
 
 class Memory:
-    """The allocator and the prefix cache as one supply of pages. ``cache`` None: prefixes are not shared."""
+    """The allocator and the prefix cache as one supply of pages. ``windows``: of each table, the tokens that it keeps;
+    None: all. ``cache`` None: prefixes are not shared."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
         self.page_size = page_size
+        self.windows = windows
         self.allocator = PageAllocator(num_pages)
-        self.cache = RadixCache(self.allocator, page_size) if prefix_cache else None
+        self.cache = RadixCache(self.allocator, page_size, windows) if prefix_cache else None
+        self._sliding = sum(window is not None for window in windows)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -27,11 +43,21 @@ class Memory:
         compute. Return how many tokens are cached."""
         if self.cache is None:
             return 0
-        cached = self.cache.match(tokens[: len(tokens) - 1], request.salt)
-        self.allocator.share(cached)
-        self.allocator.release(request.pages[: len(cached)])
-        request.pages[: len(cached)] = cached
-        return len(cached) * self.page_size
+        found = self.cache.match(tokens[: len(tokens) - 1], request.salt)
+        cached = len(found[0])
+        for window, hold, pages in zip(self.windows, self._holds(request), found, strict=True):
+            start = first_page(window, cached * self.page_size, self.page_size)
+            self.allocator.share(pages[start:])
+            own = cached - hold.start
+            assert own >= 0, "an earlier prefix, whose pages it holds, is still cached"
+            self.allocator.release(hold.pages[:own])
+            hold.start, hold.pages = start, pages[start:] + hold.pages[own:]
+        return cached * self.page_size
+
+    def _holds(self, request: Request) -> list[Hold]:
+        """Return the request's holds, one for each table."""
+        request.holds = request.holds or [Hold() for _ in self.windows]
+        return request.holds
 
     def shared(self, request: Request, other: Request) -> int:
         """Return how many tokens the cache could give the request once ``other`` has computed its prompt; 0 if they do
@@ -53,55 +79,89 @@ class Memory:
         """A count of events after which a request that did not fit may fit: pages were freed, or cached."""
         return self.allocator.changes
 
-    def prepare(self, needs: Iterable[tuple[Request, int]]) -> bool:
+    def prepare(self, needs: Sequence[tuple[Request, int]]) -> bool:
         """Free pages for many requests in one eviction; each is given with the number of tokens that ``grow`` will make
-        it hold. Return False, with nothing changed, if there are too few."""
-        missing = sum(max(0, self.pages_for(tokens) - len(request.pages)) for request, tokens in needs)
+        it hold. Return False if there are too few."""
+        for request, _ in needs:
+            self.slide(request)
+        missing = sum(sum(self._missing(request, tokens, tokens)) for request, tokens in needs)
         if missing > self.available:
             return False
         self._make_free(missing)
         return True
 
+    def _missing(self, request: Request, tokens: int, ahead: int) -> list[int]:
+        """Return the pages that each table lacks to hold ``tokens``, or ``ahead`` in windows."""
+        ends = [self.pages_for(tokens if window is None else ahead) for window in self.windows]
+        return [max(0, end - hold.end) for end, hold in zip(ends, self._holds(request), strict=True)]
+
     def _make_free(self, pages: int) -> None:
         if self.cache is not None and pages > self.allocator.free:
             self.cache.evict(pages - self.allocator.free)
 
-    def grow(self, request: Request, tokens: int) -> list[int] | None:
-        """Extend the request's pages to hold ``tokens``, evicting cached ones. Return the new pages, or None, with
-        nothing changed, if there are too few."""
-        missing = self.pages_for(tokens) - len(request.pages)
-        if missing <= 0:
-            return []
-        if missing > self.available:
+    def grow(self, request: Request, tokens: int, ahead: int | None = None) -> list[PageRun] | None:
+        """Extend the request's pages to hold ``tokens``, of windows only up to ``ahead`` if that is less, evicting
+        cached ones. Return the new pages, or None, with nothing changed, if there are too few."""
+        missing = self._missing(request, tokens, tokens if ahead is None else min(tokens, ahead))
+        if sum(missing) > self.available:
             return None
-        self._make_free(missing)
-        pages = self.allocator.allocate(missing)
-        request.pages += pages
-        return pages
+        self._make_free(sum(missing))
+        runs = list[PageRun]()
+        for table, (hold, pages) in enumerate(zip(request.holds, missing, strict=True)):
+            if pages:
+                runs.append((request.slot, table, hold.end, self.allocator.allocate(pages)))
+                hold.pages += runs[-1][-1]
+        return runs
 
-    def remember(self, request: Request) -> bool:
+    def extend(self, request: Request, tokens: int) -> tuple[int, list[PageRun]]:
+        """Extend a prompt's windows toward ``tokens``, as far as there are pages. Return how many tokens they hold, at
+        most ``tokens``, and the new pages."""
+        if not self._sliding:
+            return tokens, []
+        end = max(hold.end for window, hold in zip(self.windows, request.holds, strict=True) if window)
+        pages = min(self.pages_for(tokens), end + self.available // self._sliding)
+        held = min(tokens, pages * self.page_size)
+        runs = self.grow(request, held)
+        assert runs is not None, "tables that keep all tokens hold the prompt since it was admitted"
+        return held, runs
+
+    def slide(self, request: Request) -> None:
+        """Free the pages that no token from the request's last known one on sees."""
+        if not self._sliding:
+            return
+        for window, hold in zip(self.windows, request.holds, strict=True):
+            gone = first_page(window, request.computed, self.page_size) - hold.start
+            if gone > 0:
+                self.allocator.release(hold.pages[:gone])
+                hold.start, hold.pages = hold.start + gone, hold.pages[gone:]
+
+    def remember(self, request: Request) -> list[PageRun]:
         """Offer the request's computed whole pages to the prefix cache. If the cache already has some of them, the
-        request takes those and frees its own. Return whether its pages changed.
+        request takes those and frees its own. Return all its pages if some have changed.
 
-        A request that uses a cached page thus also uses all cached pages before it, and eviction, which starts at the
-        tree's leaves, can reach every page that is not in use.
+        A request that uses a cached page of a table that keeps all tokens thus also uses all cached pages before it,
+        and of windows only pages with such a one.
         """
         whole = request.computed // self.page_size
         if self.cache is None or whole == request.remembered:
-            return False
+            return []
         request.remembered = whole
-        tokens, own = request.tokens[: whole * self.page_size], request.pages[:whole]
+        tokens, changed = request.tokens[: whole * self.page_size], False
+        own = [[0] * hold.start + hold.pages[: whole - hold.start] for hold in request.holds]
         self.cache.insert(tokens, own, request.salt)
-        cached = self.cache.match(tokens, request.salt)
-        self.allocator.share(cached)
-        self.allocator.release(own)
-        request.pages[:whole] = cached
-        return cached != own
+        found = self.cache.find(tokens, request.salt)
+        for hold, before, cached in zip(request.holds, own, found, strict=True):
+            self.allocator.share(cached[hold.start :])
+            self.allocator.release(before[hold.start :])
+            hold.pages[: whole - hold.start] = cached[hold.start :]
+            changed |= cached[hold.start :] != before[hold.start :]
+        return request.pages if changed else []
 
     def release(self, request: Request) -> None:
         """Take all pages from the request; the cache keeps those it was offered."""
-        self.allocator.release(request.pages)
-        request.pages, request.remembered = [], 0
+        for hold in request.holds:
+            self.allocator.release(hold.pages)
+        request.holds, request.remembered = [], 0
 
     def problems(self) -> list[str]:
         """List the inconsistencies of an idle engine, where every page must be free, or cached and not in use."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specserve.engine.commands import Row
 from specserve.scheduler.counters import Counters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request, row_init
-from specserve.speculation.state import RowInit
+from specserve.speculation.state import PageRun, RowInit
 
 # The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
 LAUNCH_COST = 256
@@ -29,16 +31,27 @@ class PromptChunk:
         self.rows: list[Row] = []
         self.requests: list[Request] = []
         self.begun: list[RowInit] = []
+        self.pages: list[PageRun] = []  # new ones of the others
 
     @property
     def tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
     def add(self, request: Request) -> None:
-        """Add as many of a request's prompt tokens as there is room for, unless it should wait."""
-        if not request.begun and not self._begin(request):
+        """Add as many of a request's prompt tokens as there is room for, and pages, unless it should wait."""
+        if not request.begun:
+            # Reuse what was computed of its prompt since it got its slot.
+            request.prefilled = self._memory.take_prefix(request, request.reusable)
+            if self._should_wait(request):
+                return
+        begin = request.prefilled
+        end, pages = self._memory.extend(request, min(begin + self.room, len(request.context)))
+        if end <= begin:
             return
-        begin, end = request.prefilled, min(request.prefilled + self.room, len(request.context))
+        if request.begun:
+            self.pages += pages
+        else:
+            self._begin(request, begin)
         request.prefilled = end
         self.room -= end - begin
         tokens = request.context[begin:end]
@@ -46,12 +59,8 @@ class PromptChunk:
         self.rows.append(Row(request.slot, request.params, end, tokens, not request.prefilling, scored))
         self.requests.append(request)
 
-    def _begin(self, request: Request) -> bool:
-        """Prepare a request for its first chunk, reusing what was computed of its prompt since it got its slot. Return
-        False if it should wait."""
-        request.prefilled = cached = self._memory.take_prefix(request, request.reusable)
-        if self._should_wait(request):
-            return False
+    def _begin(self, request: Request, cached: int) -> None:
+        """Prepare a request for its first chunk, after ``cached`` tokens."""
         request.begun = True
         if request.scores is not None:
             del request.scores[cached:]  # later ones are computed again
@@ -61,7 +70,6 @@ class PromptChunk:
             self._counters.prompt_tokens += len(request.prompt)
         request.consumed = len(request.output)
         self.begun.append(row_init(request, cached, self._memory.page_size))
-        return True
 
     def _should_wait(self, request: Request) -> bool:
         """Return whether the launch already computes so much of a request's prompt that waiting for it saves more than
@@ -76,3 +84,14 @@ class PromptChunk:
             return False
         request.waits += 1
         return True
+
+
+def fill_chunk(
+    memory: Memory, counters: Counters, room: int, requests: Sequence[Request], most: int
+) -> PromptChunk:
+    """Return a launch of at most ``room`` tokens of up to ``most`` of the requests that have prompt tokens left."""
+    chunk = PromptChunk(memory, counters, room)
+    for request in requests:
+        if request.prefilling and chunk.room and len(chunk.rows) < most:
+            chunk.add(request)
+    return chunk

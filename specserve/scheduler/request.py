@@ -11,7 +11,19 @@ from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.engine.runner import Emitted
 from specserve.messages import FinishReason, Tokens
 from specserve.speculation.control.acceptance import RequestEffect, StepOutcome
-from specserve.speculation.state import RowInit
+from specserve.speculation.state import PageRun, RowInit
+
+
+@dataclass(slots=True)
+class Hold:
+    """A request's pages of one table: ``pages`` are its entries from ``start`` on."""
+
+    start: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.pages)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +46,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1
-    pages: list[int] = field(default_factory=list)
+    holds: list[Hold] = field(default_factory=list)  # by table
     begun: bool = False  # its first chunk is launched, and its row on the device written
     context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
     prefilled: int = 0  # tokens of the context that are launched or cached
@@ -111,6 +123,11 @@ class Request:
         return self.tokens if self.scores is None else self.prompt[: len(self.scores) + 1]
 
     @property
+    def pages(self) -> list[PageRun]:
+        """All its pages, as the device is told."""
+        return [(self.slot, table, hold.start, hold.pages) for table, hold in enumerate(self.holds)]
+
+    @property
     def computed(self) -> int:
         """Tokens that are certainly in the cache, by the results read so far."""
         known = len(self.prompt) + len(self.output) - 1
@@ -119,6 +136,7 @@ class Request:
 
 def row_init(request: Request, cached: int, page_size: int) -> RowInit:
     """Return what the device is told of a request that takes a slot with ``cached`` tokens of its prefix."""
+    first = request.holds[0]
     return RowInit(
         slot=request.slot,
         pages=request.pages,
@@ -131,7 +149,7 @@ def row_init(request: Request, cached: int, page_size: int) -> RowInit:
         banned_ids=sorted(request.stop_ids) if request.params.min_tokens else (),
         banned_until=len(request.prompt) + request.params.min_tokens,
         cached=cached,
-        last_cached_page=request.pages[cached // page_size - 1] if cached else 0,
+        last_cached_page=first.pages[cached // page_size - 1 - first.start] if cached else 0,
     )
 
 

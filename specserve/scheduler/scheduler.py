@@ -28,11 +28,12 @@ from specserve.scheduler.limits import ATTEMPTS, Gathering, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.pipeline import InFlight, Pipeline
-from specserve.scheduler.prompt_chunk import PromptChunk
+from specserve.scheduler.prompt_chunk import PromptChunk, fill_chunk
 from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
+from specserve.speculation.state import PageRun
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class Scheduler:
             # Next to other requests, leave room for its first step, or it would be preempted at once.
             headroom = self.limits.headroom if self.running else 0
             tokens = len(context) + 1 + headroom
-            if self.memory.grow(request, tokens) is None:
+            if self.memory.grow(request, tokens, cached + self.limits.chunked_prefill_size) is None:
                 assert self.running, "an admitted request fits an empty pool"
                 self.memory.release(request)
                 self._refused = request, self.memory.changes
@@ -211,27 +212,30 @@ class Scheduler:
         begun, budget = time.monotonic(), self._backoff.chunk
         if not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
-        chunk = PromptChunk(self.memory, self._counters, budget)
-        for request in self.running:
-            if request.prefilling and chunk.room and len(chunk.rows) < self._backoff.prompts:
-                chunk.add(request)
+        chunk = fill_chunk(self.memory, self._counters, budget, self.running, self._backoff.prompts)
         requests = chunk.requests
+        if not requests and len(self.running) > 1 and not self._inflight and not self._ready():
+            self.preempt(self.running[-1])  # the windows of all prompts lack pages
+            return self._launch_prefill()
         launch = self._attempt(lambda: self._prefill(chunk), requests, chunk.tokens) if requests else None
         if launch is None:
             return 0
         self._inflight.append(InFlight(launch, requests, tokens=chunk.tokens), begun)
         self._step_counters.prefilled += chunk.tokens
         self._end_failed(requests)
+        changed = list[PageRun]()
         for request in [r for r in requests if r.slot >= 0]:
             request.pending += not request.prefilling
             self._begun += not request.prefilling
-            if self.memory.remember(request):
-                self.runner.set_pages(SetPages(request.slot, 0, request.pages))
+            changed += self.memory.remember(request)
+            self.memory.slide(request)
+        self.runner.set_pages(SetPages(changed))
         return 1
 
     def _prefill(self, chunk: PromptChunk) -> Launch:
         if chunk.begun:
             self.runner.admit(Admit(chunk.begun))
+        self.runner.set_pages(SetPages(chunk.pages))
         return self.runner.prefill(Prefill(chunk.rows))
 
     def _launch_step(self) -> int:
@@ -330,10 +334,7 @@ class Scheduler:
         needs = [(request, request.computed + request.inflight + shape.reserve) for request in ready]
         if not self.memory.prepare(needs):
             return False
-        for request, tokens in needs:
-            held = len(request.pages)
-            if pages := self.memory.grow(request, tokens):
-                self.runner.set_pages(SetPages(request.slot, held, pages))
+        self.runner.set_pages(SetPages([run for each in needs for run in self.memory.grow(*each) or ()]))
         return True
 
     def preempt(self, request: Request, remember: bool = True) -> None:

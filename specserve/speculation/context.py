@@ -170,8 +170,8 @@ class View:
         logits_XV: Tensor | None = None,
     ) -> View:
         table = context.state.slots
-        root_B, length_B, prefix_B, pages_BM = gather_slots(rows_B, table.root, table.length, table.pages)
-        slots = Slots(rows_B, root_B, length_B, pages_BM, context.pool.page_size)
+        root_B, length_B, prefix_B, pages_GBM = gather_slots(rows_B, table.root, table.length, table.pages)
+        slots = Slots(rows_B, root_B, length_B, pages_GBM, context.pool.page_size)
         return cls(slots, prefix_B, max_length, needs, logits_XV)
 
     def prediction(self, context: Context) -> Prediction | None:

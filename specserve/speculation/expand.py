@@ -75,14 +75,13 @@ def attend_level(
 ) -> PagedAttend:
     """Return the attention of a level's nodes to the prefix from ``kv_start`` on, their ancestors and themselves."""
     frontier = Frontier(
-        pages_BM=view.slots.pages_BM,
         prefix_B=view.prefix_B,
         kv_start=kv_start,
         scratch_BKA=level.scratch_BWA,
         max_kv=view.max_length + 1 + depth * level.width,
     )
     plan = context.attention.plan_draft(frontier)
-    return PagedAttend(context.pool, plan, view.slots.pages_BM, level.place_N, first_layer)
+    return PagedAttend(context.pool, plan, view.slots.pages_GBM, level.place_N, first_layer)
 
 
 def for_nodes(each_BX: Tensor, level: Level) -> Tensor:

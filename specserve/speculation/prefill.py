@@ -74,7 +74,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     position_T = slots.length_B[chunks.slot_T] + local_T
     place_T = chunks.slot_T * slots.capacity + position_T
     plan = _plan(context, view, chunks, position_T, local_T)
-    attend = PagedAttend(context.pool, plan, slots.pages_BM, place_T)
+    attend = PagedAttend(context.pool, plan, slots.pages_GBM, place_T)
     last_B = chunks.q_start[1:] - 1
     every = chunks.scored is not None or drafter.needs.last_layer
     batch = TokenBatch(chunks.token_T, position_T, attend, drafter.needs.taps, None if every else last_B)
@@ -121,7 +121,6 @@ def _plan(
     if chunks.spans is not None or chunks.longest > MAX_NODES:
         return context.attention.plan_prefill(
             Chunks(
-                pages_BM=view.slots.pages_BM,
                 q_start=chunks.q_start,
                 slot_T=chunks.slot_T,
                 positions_T=position_T,
@@ -133,7 +132,6 @@ def _plan(
         )
     return context.attention.plan_verify(
         Nodes(
-            pages_BM=view.slots.pages_BM,
             length_B=view.slots.length_B,
             q_start=chunks.q_start,
             slot_T=chunks.slot_T,

@@ -1,7 +1,7 @@
 """The device state of running requests: tables with one row a slot.
 
-Shapes: R rows (slots, and last a dummy row for padding), B slots of a batch, H feature size, M pages a slot, V
-vocabulary, E bias entries.
+Shapes: R rows (slots, and last a dummy row for padding), B slots of a batch, H feature size, G page tables of M pages a
+slot, V vocabulary, E bias entries.
 """
 
 from __future__ import annotations
@@ -65,13 +65,17 @@ class Needs:
         )
 
 
+PageRun = tuple[int, int, int, Sequence[int]]
+"""Part of a slot's page table: the slot, the number of the table, the first entry, and the pages from there on."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """The scheduler's data of a request that takes a slot. ``banned_ids`` can't be chosen before position
-    ``banned_until``."""
+    """The scheduler's data of a request that takes a slot. ``pages``: as ``PageRun``. ``banned_ids`` can't be chosen
+    before position ``banned_until``."""
 
     slot: int
-    pages: Sequence[int]
+    pages: Sequence[PageRun]
     params: SamplingParams
     seed: int
     choice: int
@@ -99,9 +103,9 @@ class DecodeState:
     """Owns the tables. The host writes only through ``admit`` and the ``set_*`` methods; steps and prefill do all other
     writes. The scalars that ``admit`` writes for every request share two tensors, so that few launches write them.
 
-    ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text, 0: the table
-    does not exist. Floats of the sampler are float64 if ``dtype`` is, else float32.
-    """
+    ``positions``: of one slot, whole pages. ``tables``: page tables of a slot. ``prediction_size``: tokens of the
+    longest predicted text, 0: the table does not exist. Floats of the sampler are float64 if ``dtype`` is, else
+    float32."""
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class DecodeState:
         dtype: torch.dtype,
         device: torch.device,
         prediction_size: int = 0,
+        tables: int = 1,
     ) -> None:
         rows, sampler_dtype = slots + 1, dtype if dtype == torch.float64 else torch.float32
         self.dummy = slots
@@ -134,7 +139,7 @@ class DecodeState:
             length=length,
             feature=torch.zeros(rows, feature_size, dtype=dtype, device=device),
             tokens=torch.zeros(rows, positions, dtype=torch.int32, device=device),
-            pages=integers(positions // page_size),
+            pages=torch.zeros(tables, rows, positions // page_size, dtype=torch.int64, device=device),
             limit=limit,
             draft_cap=draft_cap_,
         )
@@ -175,13 +180,7 @@ class DecodeState:
         floats = zip(*(_floats_of(row.params) for row in rows), strict=True)
         floats_CN = to_device(list(chain.from_iterable(floats)), self.device, self._floats_CR.dtype)
         self._floats_CR.index_copy_(1, slots_N, floats_CN.view(-1, len(rows)))
-        width = self.slots.pages.shape[1]
-        places = chain.from_iterable(
-            range(row.slot * width, row.slot * width + len(row.pages)) for row in rows
-        )
-        pages = chain.from_iterable(row.pages for row in rows)
-        place_X, page_X = self._integers([*places, *pages]).chunk(2)
-        self.slots.pages.view(-1).index_copy_(0, place_X, page_X)
+        self.set_pages([run for row in rows for run in row.pages])
         if any(row.cached for row in rows):
             feature_NH = torch.where(page_N[:, None] > 0, page_feature[page_N], 0)
             self.slots.feature.index_copy_(0, slots_N, feature_NH)
@@ -229,9 +228,16 @@ class DecodeState:
         prediction.counts_R2[row.slot] = to_device(host.counts_R2[0].tolist(), self.device, torch.float32)
         prediction.trust_R[row.slot].fill_(float(host.trust_R))
 
-    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Write part of a slot's page table, from entry ``start`` on."""
-        self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
+    def set_pages(self, runs: Sequence[PageRun]) -> None:
+        """Write parts of slots' page tables, with one copy."""
+        _, rows, width = self.slots.pages.shape
+        firsts = ((table * rows + slot) * width + start for slot, table, start, _ in runs)
+        entries = chain.from_iterable(
+            range(first, first + len(pages)) for first, (*_, pages) in zip(firsts, runs, strict=True)
+        )
+        pages = chain.from_iterable(pages for *_, pages in runs)
+        entry_X, page_X = self._integers([*entries, *pages]).chunk(2)
+        self.slots.pages.view(-1).index_copy_(0, entry_X, page_X)
 
     def set_draft_temperatures(self, slots: Sequence[int], temperatures: Sequence[float]) -> None:
         """Guess the drafts of some slots at other temperatures from the next step on."""

@@ -79,7 +79,6 @@ def verify(context: Context, drafted: StepDraft) -> Verification:
     """Run the second part: the target, once over all nodes."""
     view, shape, tree = drafted.view, drafted.shape, drafted.tree
     nodes = Nodes(
-        pages_BM=view.slots.pages_BM,
         length_B=view.slots.length_B,
         q_start=tree.q_start,
         slot_T=tree.slot_T,
@@ -90,7 +89,7 @@ def verify(context: Context, drafted: StepDraft) -> Verification:
         max_kv=view.max_length + shape.max_nodes,
     )
     plan = context.attention.plan_verify(nodes)
-    attend = PagedAttend(context.pool, plan, view.slots.pages_BM, tree.place_T)
+    attend = PagedAttend(context.pool, plan, view.slots.pages_GBM, tree.place_T)
     taps = context.drafter.needs.taps
     hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
     out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
@@ -119,8 +118,8 @@ def commit(context: Context, view: View, accepted: Accepted, states: TargetState
     every step, drafted or not, so that speculation can start at any step. ``in_place``: the accepted nodes are already
     at their final positions, as in chains. Entries after the accepted path go to the dummy page."""
     if not in_place:
-        for group in context.pool.target_groups:
-            move_kv(group, accepted, view.slots.pages_BM)
+        for group, tables in context.pool.target_groups:
+            move_kv(group, accepted, view.slots.pages_GBM[tables])
     features_TH = context.drafter.commit(context, view, accepted, states)
     state = context.state
     counts_RV = state.sampling.counts if view.needs.penalties else None

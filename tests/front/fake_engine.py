@@ -34,6 +34,7 @@ class FakeEngine:
             max_total_tokens=max(4096, CONTEXT),
             num_pages=16,
             page_size=16,
+            kv_pool={},
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             request_defaults={},

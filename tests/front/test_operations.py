@@ -48,7 +48,14 @@ def test_server_info(serve: Serve) -> None:
         "page_size": 16,
     }
     named = {"eos_token_ids": [256], "request_defaults": {}, "system_fingerprint": "fp_0123456789abcdef"}
-    assert info["engine"] == {**sizes, **named, "no_grammars": None, "speculation": None, "cuda_graphs": {}}
+    assert info["engine"] == {
+        **sizes,
+        **named,
+        "no_grammars": None,
+        "speculation": None,
+        "cuda_graphs": {},
+        "kv_pool": {},
+    }
 
 
 def test_a_request_without_tokens_has_no_first_one(serve: Serve) -> None:

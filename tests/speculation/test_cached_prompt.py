@@ -111,7 +111,7 @@ def test_prompts_that_come_together_are_computed_once(random_models: Checkpoints
         client.iterate()
         begun.append([request.begun for request in requests_of(scheduler)])
     assert begun == [[True, False, True], [True, False, True], [True, True, True]]
-    one, other, _ = (request.pages for request in requests_of(scheduler))
+    one, other, _ = (request.holds[0].pages for request in requests_of(scheduler))
     whole = 300 // context_of(scheduler).pool.page_size
     assert one[:whole] == other[:whole]
     assert not set(one[whole:]) & set(other[whole:])

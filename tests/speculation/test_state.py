@@ -19,7 +19,7 @@ PAGE_FEATURE = torch.arange(60.0).view(20, 3)
 def row(slot: int, pages: list[int], cached: int = 0, **params: Any) -> RowInit:
     return RowInit(
         slot=slot,
-        pages=pages,
+        pages=[(slot, 0, 0, pages)],
         params=SamplingParams(**params),
         seed=2**62 + slot,
         choice=slot % 2,
@@ -54,7 +54,8 @@ def admitted(*launches: list[RowInit]) -> DecodeState:
 
 def tables(state: DecodeState) -> list[tuple[str, Tensor]]:
     parts = state.slots, state.sampling, state.prediction
-    return [(field.name, getattr(part, field.name)) for part in parts if part for field in fields(part)]
+    found = [(field.name, getattr(part, field.name)) for part in parts if part for field in fields(part)]
+    return [(name, table[0] if name == "pages" else table) for name, table in found]
 
 
 def test_together_as_one_by_one() -> None:
@@ -71,7 +72,8 @@ def test_each_row_is_what_was_asked_for() -> None:
     assert prediction is not None
     taken = [each.slot for each in ROWS]
     for each in ROWS:
-        assert slots.pages[each.slot, : len(each.pages)].tolist() == list(each.pages)
+        ((_, _, _, pages),) = each.pages
+        assert slots.pages[0, each.slot, : len(pages)].tolist() == pages
     assert slots.tokens[1, :3].tolist() == [3, 4, 1], "what is cached, then what another left"
     assert slots.tokens[2, :5].tolist() == [3, 4, 4, 7, 1]
     assert slots.length[taken].tolist() == [0, 0, 4, 2, 0]

@@ -34,7 +34,7 @@ def draft_entries(scheduler: Scheduler) -> torch.Tensor:
     context, (request,) = context_of(scheduler), requests_of(scheduler)
     length = int(context.state.slots.length[request.slot])
     slots = torch.arange(1, length + 1)
-    pages = torch.tensor(request.pages)[slots // context.pool.page_size]
+    pages = torch.tensor(request.holds[0].pages)[slots // context.pool.page_size]
     return context.pool.layers[-1][pages, :, slots % context.pool.page_size]
 
 

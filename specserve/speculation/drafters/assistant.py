@@ -71,12 +71,11 @@ class AssistantDrafter(LastStateDrafter):
 def _attend_text(context: Context, view: View, level: Level) -> PagedAttend:
     """Return attention to the committed tokens alone, for levels of this width."""
     frontier = Frontier(
-        pages_BM=view.slots.pages_BM,
         prefix_B=view.slots.length_B,
         kv_start=0,
         scratch_BKA=level.scratch_BWA[:, :, :0],
         max_kv=view.max_length,
     )
     return PagedAttend(
-        context.pool, context.attention.plan_draft(frontier), view.slots.pages_BM, level.place_N
+        context.pool, context.attention.plan_draft(frontier), view.slots.pages_GBM, level.place_N
     )

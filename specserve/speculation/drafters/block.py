@@ -94,13 +94,12 @@ class BlockDrafter(Drafter):
         position_BK = slots.length_B[:, None] + ahead_K
         position_N, place_N = position_BK.flatten(), (first_places(slots)[:, None] + position_BK).flatten()
         frontier = Frontier(
-            pages_BM=slots.pages_BM,
             prefix_B=slots.length_B + size,  # the whole block, for each of its tokens
             kv_start=0,
             scratch_BKA=position_N.view(-1, size, 1)[:, :, :0],
             max_kv=view.max_length + size,
         )
-        attend = PagedAttend(context.pool, context.attention.plan_draft(frontier), slots.pages_BM, place_N)
+        attend = PagedAttend(context.pool, context.attention.plan_draft(frontier), slots.pages_GBM, place_N)
         states_NH: Tensor = self._head(slots.root_B, position_N, attend)
         return self._head.scored(states_NH)[:, :levels].transpose(0, 1).contiguous()
 
@@ -110,4 +109,4 @@ class BlockDrafter(Drafter):
         """Write the entries of tokens at these positions in all layers."""
         rope = Rope(self._head.rope_P2D, position_T)
         for number, kv_TND in enumerate(self._head.project_kv(past_TH)):
-            store_projected(pool, self._layer + number, kv_TND, rope, slots.pages_BM, place_T)
+            store_projected(pool, self._layer + number, kv_TND, rope, slots.pages_GBM, place_T)

@@ -118,7 +118,6 @@ class CatchUpDrafter(Drafter):
         position_T = (begin_B[slot_T] + local_T).where(live_T, 0)
         place_T = (slot_T * slots.capacity + position_T).where(live_T, -1)
         nodes = Nodes(
-            pages_BM=slots.pages_BM,
             length_B=begin_B,
             q_start=q_start,
             slot_T=row_T,
@@ -138,4 +137,4 @@ class CatchUpDrafter(Drafter):
         return PassRows(TokenBatch(token_T, position_T, attend), slot_T, q_start)
 
     def _attend(self, context: Context, plan: Plan, slots: Slots, place_T: Tensor) -> PagedAttend:
-        return PagedAttend(context.pool, plan, slots.pages_BM, place_T, self._layer)
+        return PagedAttend(context.pool, plan, slots.pages_GBM, place_T, self._layer)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from specserve.config.engine import EngineConfig
 from specserve.engine.memory import device_memory, host_tokens
 from specserve.engine.shapes import MAX_STEP_NODES
+from specserve.kv.pool import PoolConfig
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import DTYPES, READERS, load_target
@@ -28,22 +29,32 @@ _SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 
 def memory_needed(engine: Scheduler) -> MemoryUse:
-    return replace(_memory_of(engine.runner.context), graphs=engine.info.cuda_graphs["memory_bytes"])
+    context = engine.runner.context
+    found = _memory_of(context, context.pool.num_pages, engine.info.context_length)
+    return replace(
+        found,
+        graphs=engine.info.cuda_graphs["memory_bytes"],
+        longest_request=engine.info.kv_pool["longest_request"],
+        full_contexts=engine.info.kv_pool["full_contexts"],
+    )
 
 
-def _memory_of(context: Context) -> MemoryUse:
-    pool, seen = context.pool, set[int]()
-    page = pool.config.page_bytes
+def _memory_of(context: Context, pages: int, context_length: int) -> MemoryUse:
+    """Return the memory of an engine whose pool has so many pages."""
+    config, seen = context.pool.config, set[int]()
+    use = config.use(pages, context_length)
     return MemoryUse(
         device=str(context.state.device),
         loaded=True,
         weights=count_bytes([context.target], seen),
         draft=count_bytes(_parts(context.drafter), seen),
-        kv_per_token=page // pool.page_size,
-        pool_tokens=pool.num_pages * pool.page_size,
-        pool=pool.num_pages * page,
+        kv_per_token=config.whole_page_bytes // config.page_size,
+        pool_tokens=use.tokens_without_groups,
+        pool=pages * config.page_bytes,
         graphs=0,
         loading=0,
+        longest_request=use.longest_request,
+        full_contexts=use.full_contexts,
     )
 
 
@@ -53,15 +64,12 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
         context = _assemble_shapes(config)
     except ValueError:  # reported by _draft or by loading
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
-    found, tokens = _memory_of(context), config.max_total_tokens
-    if tokens is None:
-        tokens = _pool_tokens(config, found)
+    found = _memory_of(context, context.pool.num_pages, config.context_length)
+    pages = _pool_pages(config, context.pool.config, found.weights + found.draft)
     return replace(
-        found,
+        _memory_of(context, pages, config.context_length),
         device=config.device,
         loaded=False,
-        pool_tokens=tokens,
-        pool=tokens * found.kv_per_token,
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
         loading=found.weights + _temporary(config),
     )
@@ -110,13 +118,17 @@ def _has_data(each: object) -> bool:
     return isinstance(each, Tensor) and each.layout == torch.strided
 
 
-def _pool_tokens(config: EngineConfig, found: MemoryUse) -> int:
-    """Return how many tokens the pool will hold. Nothing else is on a GPU yet."""
-    memory = device_memory(config.device)
-    weights, token, fraction = found.weights + found.draft, found.kv_per_token, config.mem_fraction_static
-    if config.device == "cpu":
-        return host_tokens(max(0, memory.free - weights), fraction, token, config.context_length)[0]
-    return max(0, int((fraction * memory.total - weights) / token))
+def _pool_pages(config: EngineConfig, pool: PoolConfig, weights: int) -> int:
+    """Return how many pages the pool will have. Nothing else is on a GPU yet."""
+    tables, size, fraction = len(pool.layout.windows), pool.page_size, config.mem_fraction_static
+    tokens = config.max_total_tokens
+    if tokens is None:
+        memory = device_memory(config.device)
+        if config.device != "cpu":
+            return max(0, int((fraction * memory.total - weights) / pool.page_bytes))
+        token, free = tables * pool.page_bytes / size, max(0, memory.free - weights)
+        tokens = host_tokens(free, fraction, token, config.context_length)[0]
+    return tables * -(-tokens // size)
 
 
 def _assemble_shapes(config: EngineConfig) -> Context:

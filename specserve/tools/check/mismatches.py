@@ -48,7 +48,7 @@ def _memory(config: EngineConfig, report: CheckReport) -> None:
         report.memory = found = expected_memory(config)
     except ValueError:  # loading reports the error
         return
-    there, tokens = device_memory(config.device).total, found.pool_tokens
+    there, tokens = device_memory(config.device).total, found.longest_request
     pool = 0 if config.max_total_tokens is None else found.pool
     wanted = max(found.weights + found.draft + pool, found.loading)
     if wanted > there or tokens == 0:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
-    most while the weights are loaded, before there is a pool; always expected."""
+    most while the weights are loaded, before there is a pool; always expected. ``kv_per_token`` and ``pool_tokens``: as
+    if all layers kept all tokens. ``full_contexts``: requests as long as the context that the pool holds."""
 
     device: str
     loaded: bool
@@ -22,6 +23,8 @@ class MemoryUse:
     pool: int
     graphs: int
     loading: int
+    longest_request: int
+    full_contexts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,11 @@ def _memory(found: MemoryUse) -> Iterator[str]:
     if found.draft:
         yield f"draft         {_size(found.draft)}, without what it shares with the target"
     yield f"KV pool       {_size(found.pool)}: {found.pool_tokens} tokens of {_size(found.kv_per_token)}"
+    if found.longest_request > found.pool_tokens:
+        yield (
+            f"              with sliding windows {found.full_contexts} requests as long as the context at a time, one "
+            f"of {found.longest_request} tokens"
+        )
     if found.graphs:
         yield f"CUDA graphs   {_size(found.graphs)}"
 

@@ -25,11 +25,11 @@ def rotary_store_kv(
     keys: bool = True,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Same as the reference. Tokens may be strided; everything else is contiguous. Of tokens that share a cell (on the
-    dummy page) any one's values remain. Positions, places and the page table must not come from the launch right before
-    this one: see ``pdl``. Positions must be within the rotary table; this is not checked."""
+    """Same as the reference. Tokens and pages may be strided; everything else is contiguous. Of tokens that share a
+    cell (on the dummy page) any one's values remain. Positions, places and the page table must not come from the launch
+    right before this one: see ``pdl``. Positions must be within the rotary table; this is not checked."""
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
-    assert cache.is_contiguous()
+    assert cache[0].is_contiguous()
     assert pages_BM.is_contiguous()
     assert rope_P2D.is_contiguous()
     tokens, heads, head_dim = qkv_TND.shape
@@ -50,6 +50,7 @@ def rotary_store_kv(
         KEYS=keys,
         D=head_dim,
         PAGE=cache.shape[2],
+        PAGE_STRIDE=cache.stride(0),
         GROUP=group,
         HALF=half,
         num_warps=max(group * half * 2 // PER_WARP, 1),
@@ -74,6 +75,7 @@ def _rotary_store_kv_kernel(
     KEYS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -88,7 +90,7 @@ def _rotary_store_kv_kernel(
     place = load_settled(place_ptr + t, True, 0).to(tl.int64)
     at = tl.maximum(place, 0)
     page = load_settled(pages_ptr + at // PAGE, place >= 0, 0).to(tl.int64)
-    to_ptr = cache_ptr + page * (2 * PAGE * K * D) + at % PAGE * (K * D)
+    to_ptr = cache_ptr + page * PAGE_STRIDE + at % PAGE * (K * D)
     take_turn(OVERLAP)
 
     mask = inside & (head < Q + 2 * K)

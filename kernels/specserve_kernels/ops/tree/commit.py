@@ -1,4 +1,5 @@
-"""Commit on a GPU, one launch each. Shapes as in ``types``; L layers of a group, V vocabulary."""
+"""Commit on a GPU, one launch each. Shapes as in ``types``; L layers of a group, G page tables, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -16,19 +17,22 @@ _TILE = 4096  # most elements that a program of move_kv holds
 _FEATURES = 2048  # feature columns of a program of advance
 
 
-def move_kv(group: Tensor, accepted: Accepted, pages_BM: Tensor) -> None:
+def move_kv(group: Tensor, accepted: Accepted, pages_GBM: Tensor) -> None:
     layers, _, parts = group.shape[:3]
+    tables = len(pages_GBM)
     width = math.prod(group.shape[4:])
     slots, columns = accepted.path_BS.shape
     rows = max(next_power_of_2(columns), 8)
     block = min(next_power_of_2(width), _TILE // rows)
-    _move_kernel[(slots, layers, parts * cdiv(width, block))](
+    _move_kernel[(slots, layers * tables, parts * cdiv(width, block))](
         group,
         accepted.place_BS,
         accepted.source_place_BS,
-        pages_BM,
+        pages_GBM,
         columns,
         width,
+        tables,
+        pages_GBM.stride(0),
         *group.stride()[:4],
         PARTS=parts,
         PAGE=group.shape[3],
@@ -77,14 +81,18 @@ def advance(
     )
 
 
-@triton.jit(do_not_specialize=["place_ptr", "source_place_ptr", "pages_ptr", "columns"])
+@triton.jit(
+    do_not_specialize=["place_ptr", "source_place_ptr", "pages_ptr", "columns", "tables", "table_stride"]
+)
 def _move_kernel(
     group_ptr,  # [L, pages, PARTS, page size, width]
     place_ptr,  # [B, S + 1]
     source_place_ptr,  # [B, S + 1]
-    pages_ptr,  # [B, M]
+    pages_ptr,  # [G, B, M]
     columns,  # S + 1
     width,  # of a row
+    tables,  # G
+    table_stride,
     layer_stride,
     page_stride,
     part_stride,
@@ -97,7 +105,8 @@ def _move_kernel(
 ):
     take_turn(OVERLAP)
     b = tl.program_id(0)
-    layer = tl.program_id(1).to(tl.int64)
+    layer = (tl.program_id(1) // tables).to(tl.int64)
+    pages_ptr += (tl.program_id(1) % tables).to(tl.int64) * table_stride
     block = tl.program_id(2)
     s = tl.arange(0, SP)
     inside = s < columns

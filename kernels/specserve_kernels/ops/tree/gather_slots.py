@@ -13,27 +13,28 @@ _BLOCK = 1024  # pages of a program
 
 
 def gather_slots(
-    rows_B: Tensor, root_R: Tensor, length_R: Tensor, pages_RM: Tensor
+    rows_B: Tensor, root_R: Tensor, length_R: Tensor, pages_GRM: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert pages_RM.is_contiguous()
-    slots, pages = len(rows_B), pages_RM.shape[1]
+    assert pages_GRM.is_contiguous()
+    slots, (tables, rows, pages) = len(rows_B), pages_GRM.shape
     numbers = rows_B.new_empty(3, slots)
-    pages_BM = pages_RM.new_empty(slots, pages)
-    _gather_kernel[(slots, cdiv(pages, _BLOCK))](
-        rows_B, root_R, length_R, pages_RM, numbers, pages_BM, pages, BLOCK=_BLOCK, **overlap()
+    pages_GBM = pages_GRM.new_empty(tables, slots, pages)
+    _gather_kernel[(slots, cdiv(pages, _BLOCK), tables)](
+        rows_B, root_R, length_R, pages_GRM, numbers, pages_GBM, rows, pages, BLOCK=_BLOCK, **overlap()
     )
     root_B, length_B, prefix_B = numbers.unbind()
-    return root_B, length_B, prefix_B, pages_BM
+    return root_B, length_B, prefix_B, pages_GBM
 
 
-@triton.jit(do_not_specialize=range(7))
+@triton.jit(do_not_specialize=range(8))
 def _gather_kernel(
     rows_ptr,  # [B]
     root_ptr,  # [R]
     length_ptr,  # [R]
-    pages_ptr,  # [R, M]
+    pages_ptr,  # [G, R, M]
     numbers_ptr,  # out [3, B]: roots, lengths, lengths with the root
-    out_ptr,  # out [B, M]
+    out_ptr,  # out [G, B, M]
+    rows,  # R
     pages,  # M
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -42,8 +43,10 @@ def _gather_kernel(
     b, slots = tl.program_id(0), tl.num_programs(0)
     row = tl.load(rows_ptr + b)
     m = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + b * pages + m, tl.load(pages_ptr + row * pages + m, mask=m < pages), mask=m < pages)
-    if tl.program_id(1) == 0:
+    table = tl.program_id(2).to(tl.int64)
+    page = tl.load(pages_ptr + (table * rows + row) * pages + m, mask=m < pages)
+    tl.store(out_ptr + (table * slots + b) * pages + m, page, mask=m < pages)
+    if tl.program_id(1) + tl.program_id(2) == 0:
         length = tl.load(length_ptr + row)
         tl.store(numbers_ptr + b, tl.load(root_ptr + row))
         tl.store(numbers_ptr + slots + b, length)

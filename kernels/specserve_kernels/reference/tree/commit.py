@@ -1,5 +1,5 @@
-"""Commit: write the accepted path to the caches and the state. Shapes as in ``types``; L layers of a group, V
-vocabulary."""
+"""Commit: write the accepted path to the caches and the state. Shapes as in ``types``; L layers of a group, G page
+tables, V vocabulary."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from specserve_kernels.reference.tree.nodes import address
 from specserve_kernels.types import Accepted, Slots, SlotTables
 
 
-def move_kv(group: Tensor, accepted: Accepted, pages_BM: Tensor) -> None:
+def move_kv(group: Tensor, accepted: Accepted, pages_GBM: Tensor) -> None:
     """Move the accepted nodes' rows from where verify wrote them to their final places, in all layers and parts of
-    ``group`` ``[L, pages, parts, page size, ...]``. All rows of a path are read before one is written."""
-    source, target = (
-        address(pages_BM, place_BS.flatten(), group.shape[3])
-        for place_BS in (accepted.source_place_BS, accepted.place_BS)
-    )
-    group[:, target[0], :, target[1]] = group[:, source[0], :, source[1]]
+    ``group`` ``[L, pages, parts, page size, ...]``, by each table. All rows of a path are read before one is
+    written."""
+    for pages_BM in pages_GBM:
+        source, target = (
+            address(pages_BM, place_BS.flatten(), group.shape[3])
+            for place_BS in (accepted.source_place_BS, accepted.place_BS)
+        )
+        group[:, target[0], :, target[1]] = group[:, source[0], :, source[1]]
 
 
 def advance(

@@ -1,0 +1,145 @@
+"""Which layer's cache lies where. Pure arithmetic.
+
+Layers that keep the same tokens, all or those of a window, form a group. All groups share one kind of page, so that one
+allocator serves them: a page has *columns*, each of which holds one layer's entries, and a group is cut into *tables*
+of at most as many layers. A slot has a page table for each, and a page belongs to one table at a time. With one group,
+a column is a layer, and there is one table.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+from specserve.core import MAX_COUNT
+
+MOST_TABLES = 16
+NEAR = 1.05  # memory, in relation to the least, that fewer tables are worth
+
+
+Spec = TypeVar("Spec")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """What pages hold: the most tokens of one request, how many requests as long as the context, and the tokens that
+    it would hold if every layer kept all of them."""
+
+    longest_request: int
+    full_contexts: int
+    tokens_without_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``windows``: of each table, the tokens that it keeps; None: all. ``tables`` and ``columns``: those of each layer.
+    ``column_bytes``: of a token in each column. ``chunk`` and ``ahead``: most positions from a request's last known
+    token on that a launch of prompts, or a step, writes."""
+
+    windows: tuple[int | None, ...]
+    tables: tuple[int, ...]
+    columns: tuple[int, ...]
+    column_bytes: tuple[int, ...]
+    page_size: int
+    chunk: int
+    ahead: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in a page."""
+        return sum(self.column_bytes)
+
+    def pages(self, tokens: int, prompts: bool = True) -> int:
+        """Return the most pages that a request of so many tokens holds at a time, or if not ``prompts`` in steps."""
+        span, whole = max(self.ahead, self.chunk if prompts else 0), -(-tokens // self.page_size)
+        seen = [max(window, 2) - 1 for window in self.windows if window]
+        some = sum(min(whole, -(-(before + span) // self.page_size) + 1) for before in seen)
+        return whole * self.windows.count(None) + some
+
+    def longest(self, pages: int) -> int:
+        """Return the most tokens, in whole pages, of a request that holds at most ``pages`` at a time."""
+        wholes = range(pages + 1)
+        return self.page_size * (
+            bisect_right(wholes, pages, key=lambda whole: self.pages(whole * self.page_size)) - 1
+        )
+
+    def use(self, pages: int, whole_pages: int, context: int) -> PoolUse:
+        """Return what ``pages`` hold, in whose memory ``whole_pages`` of all layers would fit. One of the full contexts
+        is in its prompt, the others are in steps."""
+        left = pages - self.pages(context)
+        full = 0 if left < 0 else 1 + left // self.pages(context, prompts=False)
+        return PoolUse(self.longest(pages), full, whole_pages * self.page_size)
+
+
+def first_page(window: int | None, tokens: int, page_size: int) -> int:
+    """Return the first page of a table that tokens from position ``tokens`` on need. The last page before it is one of
+    them, because it has the feature of its last token."""
+    return 0 if window is None else max(0, tokens - max(window, 2) + 1) // page_size
+
+
+def lay_out(
+    layers: Sequence[tuple[int, int | None]], context: int, page_size: int, chunk: int, ahead: int
+) -> Layout:
+    """Lay out layers, each with its bytes a token and its window, in few tables with nearly the least memory of a
+    request that fills a quarter of the context. Windows as long as the context keep all tokens."""
+    groups: dict[int | None, list[int]] = {}
+    for layer, (_, window) in enumerate(layers):
+        kept = window if window is not None and window < context else None
+        groups.setdefault(kept, []).append(layer)
+    # Table 0 keeps the most.
+    order = sorted(groups, key=lambda window: MAX_COUNT if window is None else window, reverse=True)
+    layouts = [
+        Layout(*_cut(layers, [(window, groups[window]) for window in order], width), page_size, chunk, ahead)
+        for width in range(1, max(map(len, groups.values())) + 1)
+    ]
+    few = [each for each in layouts if len(each.windows) <= max(MOST_TABLES, len(groups))]
+    least = min(_bytes(each, context // 4) for each in few)
+    near = [each for each in few if _bytes(each, context // 4) <= NEAR * least]
+    return min(near, key=lambda each: (len(each.windows), each.token_bytes))
+
+
+def _bytes(layout: Layout, tokens: int) -> int:
+    """Return the bytes of a request's tokens, but for the rest of its last pages."""
+    return layout.token_bytes * sum(min(tokens, window or tokens) for window in layout.windows)
+
+
+_Cut = tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _cut(
+    layers: Sequence[tuple[int, int | None]], groups: Sequence[tuple[int | None, list[int]]], width: int
+) -> _Cut:
+    """Return windows, tables, columns and bytes of pages with ``width`` columns. The largest layers share the first
+    columns."""
+    windows, places, sizes = list[int | None](), dict[int, tuple[int, int]](), [0] * width
+    for window, group in groups:
+        for index, layer in enumerate(sorted(group, key=lambda layer: -layers[layer][0])):
+            places[layer] = len(windows) + index // width, index % width
+            sizes[index % width] = max(sizes[index % width], layers[layer][0])
+        windows += [window] * -(-len(group) // width)
+    tables, columns = zip(*(places[layer] for layer in range(len(layers))), strict=True)
+    return tuple(windows), tables, columns, tuple(sizes)
+
+
+def blocks(layout: Layout, target: Sequence[Spec]) -> list[tuple[Spec, range, range]]:
+    """Return the target's layers in few blocks of a spec, columns of equal size, and tables."""
+    found = list[tuple[Spec, range, range]]()
+    specs = dict(zip(zip(layout.tables, layout.columns, strict=True), target, strict=False))
+    for table in range(len(layout.windows)):
+        first = 0
+        cells = [(specs.get((table, column)), size) for column, size in enumerate(layout.column_bytes)]
+        for (spec, _), run in groupby(cells):
+            columns = range(first, first + len(list(run)))
+            first = columns.stop
+            if spec is None:
+                continue
+            for index, (other, others, tables) in enumerate(found):
+                if (other, others, tables.stop) == (spec, columns, table):
+                    found[index] = spec, columns, range(tables.start, table + 1)
+                    break
+            else:
+                found.append((spec, columns, range(table, table + 1)))
+    return found
