@@ -74,6 +74,8 @@ class Tokenizer:
                 *os.listdir(path)
             }:
                 reason = "it has no tokenizer.json and no config.json"
+            if os.path.join(path, "config.json") in reason:  # the model's file is broken, not the tokenizer's
+                raise ValueError(reason) from None
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None
         if chat_template is not None:
             replace_template(found, chat_template)

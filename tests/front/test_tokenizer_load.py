@@ -192,3 +192,9 @@ def test_code_that_comes_with_a_model_may_use_torch(paths: Mapping[str, Path], t
     with running("build_echo", model, "--trust-remote-code") as server:
         server.wait_ready()
         assert "libtorch" in server.mapped()
+
+
+def test_a_broken_config_is_not_called_the_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"^It looks like the config file at '{tmp_path}/config.json'"):
+        Tokenizer.load(str(tmp_path))
