@@ -11,6 +11,8 @@ import torch
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
 from specserve import SamplingParams
+from specserve.attention import ATTENTION
+from specserve.kv.spec import HeadKV
 from specserve.layers.batch import TokenBatch
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
@@ -72,6 +74,11 @@ def test_every_text_is_identical(kind: dict[str, Any], tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_moe_block": True}, "enable_moe_block true: .* experts is not supported; expected false"),
     ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported; expected"),
+    ({"num_kv_shared_layers": None}, "num_kv_shared_layers must be an integer of at least 0, found None"),
+    (
+        {"per_layer_config": {"5": {"num_key_value_heads": 3}}},
+        "num_attention_heads 4 is not a multiple of num_global_key_value_heads 3",
+    ),
     ({"num_kv_shared_layers": 6}, "num_kv_shared_layers 6 leaves no .*_attention layer of its own keys"),
 ]
 
@@ -82,6 +89,15 @@ def test_what_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -
     change_config(path, **fields)
     with pytest.raises(ValueError, match=rf"{path}/config\.json: {message}"):
         load_model_config(path)
+
+
+def test_flashinfer_lacks_heads_of_512() -> None:
+    pytest.importorskip("triton")
+    backend = ATTENTION["flashinfer"](16, torch.bfloat16)
+    assert backend.unsupported(HeadKV(1, 512, torch.bfloat16), 16)[0].startswith(
+        "head size 512: FlashInfer has"
+    )
+    assert not ATTENTION["triton"](16, torch.bfloat16).unsupported(HeadKV(1, 512, torch.bfloat16), 16)
 
 
 def test_training_refuses_shared_keys_and_values(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
     "gemma 4, large": ("Gemma4", {**GEMMA4, **LARGE}),
-    "gemma 4, unified": ("Gemma4Unified", {**GEMMA4, **LARGE}),
+    "gemma 4, unified": ("Gemma4Unified", {**GEMMA4, **LARGE, "attention_bias": True}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3 with windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 9}),
     "olmo 2": ("Olmo2", {"attention_bias": True}),

@@ -3,7 +3,7 @@ kernel reads too early."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from specserve.speculation.sampler import TritonSampling
 from tests.engines import Answer, Checkpoints, answer_all, make_scheduler
 from tests.launches import followed
 from tests.reference.draft_models import make_eagle3
+from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
 from tests.reference.models import make_gemma3
 
 pytestmark = pytest.mark.filterwarnings(
@@ -143,23 +144,38 @@ def test_gives_the_texts_of_torch(
     assert (("_grow_kernel", "_scan") in launches.pairs) == algorithm.startswith("MEDUSA")
 
 
-def test_windows(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def gemma3_with_eagle3(path: Path) -> tuple[Path, Path]:
+    sizes = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 1}
+    target = make_gemma3(path / "target", **sizes, sliding_window=80, branch_scale=0.04)
+    return target, make_eagle3(path / "draft", target)
+
+
+def gemma4_with_assistant(path: Path) -> tuple[Path, Path]:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64}
+    target = make_gemma4(path / "target", **{**SMALL, **sizes}, sliding_window=80, branch_scale=0.04)
+    return target, make_assistant(path / "draft", target, agree=True, clusters=(16, 5), **sizes)
+
+
+@pytest.mark.parametrize("made", [gemma3_with_eagle3, gemma4_with_assistant])
+def test_windows(
+    made: Callable[[Path], tuple[Path, Path]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Of prompts before and after the end of one, in chunks; norms with wide weights and GELU on the way."""
-    target = make_gemma3(
-        tmp_path / "target", hidden=64, head_dim=32, heads=2, kv_heads=1, sliding_window=80, branch_scale=0.04
-    )
+    target, draft = made(tmp_path)
     settings = {
         "dtype": "float32",
         "chunked_prefill_size": 64,
         "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(make_eagle3(tmp_path / "draft", target)),
+        "speculative_draft_model_path": str(draft),
         **dict(zip(SHAPE_NAMES, (3, 2, 6), strict=True)),
     }
     prompts = [[(7 * i * i + 3 * i) % 64 for i in range(length)] for length in (70, 100)]
     work = [(prompt, params) for prompt, params in zip(prompts, PARAMS[:2], strict=True)]
     expected = answer_all(make_scheduler(target, **settings), work)
     request.getfixturevalue("on_triton")
-    found = answer_all(make_scheduler(target, **settings), work)
+    with followed() as launches:
+        found = answer_all(make_scheduler(target, **settings), work)
+    assert not launches.early
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert all(each.usage.drafted for each in found)
 

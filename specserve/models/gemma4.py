@@ -95,12 +95,8 @@ class Gemma4Model(GemmaModel):
         "hidden_size_per_layer_input": 256,
         "num_kv_shared_layers": 0,
     }
-    unread: ClassVar[tuple[str, ...]] = (
-        *GemmaModel.unread,
-        ".k_proj.",
-        ".v_proj.",
-        ".k_norm.",
-    )  # of layers without
+    # Files have these for the layers that share others', too.
+    unread: ClassVar[tuple[str, ...]] = (*GemmaModel.unread, ".k_proj.", ".v_proj.", ".k_norm.")
     beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
     layer_class: ClassVar[type[DecoderLayer]] = Gemma4Layer
     norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
@@ -113,6 +109,9 @@ class Gemma4Model(GemmaModel):
             )
         if fields.get("use_bidirectional_attention") == "all":
             raise ValueError("use_bidirectional_attention 'all' is not supported; expected null or 'vision'")
+        for name in ("global_head_dim", "hidden_size_per_layer_input", "num_kv_shared_layers"):
+            if type(fields[name]) is not int or fields[name] < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
         bias, inputs = bool(fields.get("attention_bias")), fields["hidden_size_per_layer_input"]
         layer = replace(
             layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0), token_inputs=inputs
@@ -171,15 +170,17 @@ class Gemma4UnifiedModel(Gemma4Model):
 def _sizes(fields: Mapping[str, Any], layer: LayerConfig) -> tuple[int, int]:
     """Return head size and KV heads of layers without a window, as published files name them, or as transformers writes
     them, layer by layer."""
-    if written := fields.get("per_layer_config"):
-        last = {
-            "head_dim": layer.head_dim,
-            "num_key_value_heads": layer.num_kv_heads,
-            **max(written.items())[1],
-        }
-        return last["head_dim"], last["num_key_value_heads"]
+    size = fields["global_head_dim"]
     kv_heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
-    return fields["global_head_dim"], kv_heads or layer.num_kv_heads
+    if written := fields.get("per_layer_config"):
+        _, last = max(written.items())
+        size, kv_heads = last.get("head_dim", layer.head_dim), last.get("num_key_value_heads")
+    kv_heads = kv_heads or layer.num_kv_heads
+    if layer.num_heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads {layer.num_heads} is not a multiple of num_global_key_value_heads {kv_heads}"
+        )
+    return size, kv_heads
 
 
 def _shared(layers: list[LayerConfig], count: int, wider: int) -> list[LayerConfig]:

@@ -26,11 +26,15 @@ from tests.test_windows import prompts
 
 METHOD = "GEMMA4_ASSISTANT"
 SHAPES: list[Shape] = [(4, 1, 5), (3, 3, 9)]
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 MAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": (SMALL, {"clusters": (16, 5)}),
     "large": (LARGE, {}),
     "unified": ({**LARGE, "family": "Gemma4Unified"}, {}),
-    "as wide as the target": ({}, {"hidden": 32}),
+    "with a rope of its own": ({}, {"hidden": 32, "rope_parameters": ROPES}),
 }
 
 

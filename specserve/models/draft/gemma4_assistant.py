@@ -50,10 +50,8 @@ def open_assistant(draft: DraftSettings, target: ModelConfig) -> AssistantSource
     """Read a directory. Raises ValueError naming the file and the field if it holds no assistant of this target."""
     file = draft.path / "config.json"
     fields = read_json(file)
-    if MODEL_TYPES.get(fields.get("model_type", "")) not in draft.method.heads:
-        raise ValueError(
-            f"{file}: model_type must be {' or '.join(MODEL_TYPES)}, found {fields.get('model_type')!r}"
-        )
+    if (kind := fields.get("model_type")) not in [*MODEL_TYPES]:
+        raise ValueError(f"{file}: model_type must be {' or '.join(MODEL_TYPES)}, found {kind!r}")
     check(fields, file, OBJECT, "text_config")
     files = RandomTensors(draft.path, {}, "draft.") if draft.random else TensorFiles(draft.path)
     config = _read_layers({**fields, **fields["text_config"]}, file, target)
@@ -144,7 +142,11 @@ class Gemma4Assistant(DraftModule):
         super().__init__()
         config, size = source.config, target.config.hidden_size
         self.vocab_size = config.vocab_size
-        self.model = Gemma4Model(config, target.max_positions)
+        rotates_alike = config.ropes == target.config.ropes  # then their tables are the target's
+        self.model = Gemma4Model(config, 1 if rotates_alike else target.max_positions)
+        for name, table in target.named_buffers() if rotates_alike else ():
+            if name.startswith("rope"):
+                self.model.register_buffer(name, table, persistent=False)
         self.pre_projection = Linear(2 * size, config.hidden_size, bias=False)
         self.post_projection = Linear(config.hidden_size, size, bias=False)
         self.masked_embedding = source.clusters and Clusters(config, *source.clusters)
