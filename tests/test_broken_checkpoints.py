@@ -321,8 +321,8 @@ CASES = {
     ),
     "target: unknown rope": Case(
         plain,
-        fields(rope_parameters={"rope_type": "longrope", "factor": 4.0}),
-        "/config.json: rope_scaling type 'longrope' is not supported; known: default, linear, llama3, yarn",
+        fields(rope_parameters={"rope_type": "ntk", "factor": 4.0}),
+        "/config.json: rope_scaling type 'ntk' is not supported; known: default, linear, llama3, yarn",
     ),
     "eagle: unknown rope": Case(
         eagle,

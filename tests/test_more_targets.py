@@ -23,10 +23,33 @@ SIZES = {
     "eos_token_id": None,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
     "gemma 4, large": ("Gemma4", {**GEMMA4, **LARGE}),
     "gemma 4, unified": ("Gemma4Unified", {**GEMMA4, **LARGE, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi 3": ("Phi3", {"sliding_window": 9}),
+    "phi 4 mini": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 4}),
+    "phi 4 mini, short": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 4096}),
+    "nemotron": ("Nemotron", {"rope_parameters": HALF}),
+    "arcee": ("Arcee", {}),
+    "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 8}),
+    "cwm": ("Cwm", {"sliding_window": 9, "head_dim": 16, "bos_token_id": 0}),
+    "exaone 4": ("Exaone4", {"sliding_window": 9}),
+    "exaone 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3 with windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 9}),
     "olmo 2": ("Olmo2", {"attention_bias": True}),

@@ -26,7 +26,9 @@ class LayerConfig:
     q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
     rotates. ``softmax``: its scale and window. ``reads``: the layer whose keys and values it attends to, None: its own.
     Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its own that
-    it takes for each token. ``weights``: how its projections are stored."""
+    it takes for each token. ``update_scale`` multiplies what its blocks add to the stream. ``rotated``: channels of a
+    head that are rotated, 0: all. ``fused``: a file has q, k and v as one
+    projection, and gate and up. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -45,6 +47,9 @@ class LayerConfig:
     reads: int | None = None
     v_proj: bool = True
     token_inputs: int = 0
+    update_scale: float = 1.0
+    rotated: int = 0
+    fused: bool = False
     weights: WeightFormat = PLAIN
 
     @property
@@ -53,19 +58,14 @@ class LayerConfig:
         kv_heads = self.num_kv_heads if self.reads is None else 0
         return self.num_heads, kv_heads, kv_heads if self.v_proj else 0
 
-    @property
-    def qkv_heads(self) -> int:
-        return sum(self.heads)
-
     def kv(self, dtype: torch.dtype) -> HeadKV:
         """Return the layout of its KV cache."""
         return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a fused q, k, v projection; the caller's ``attend`` computes it. Like every block,
-    it takes its input and the residual stream, and returns the update and the stream. ``norm``: the kind of norm that
-    normalizes heads."""
+    """Grouped-query attention, which the caller's ``attend`` computes. Like every block, it takes its input and the
+    residual stream, and returns the update and the stream. ``norm``: that of heads."""
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
@@ -73,6 +73,7 @@ class Attention(nn.Module):
         self.config = config
         name, size = f"layers.{layer}.self_attn", config.head_dim
         qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", config.heads, strict=True) if heads}
+        qkv = {"qkv_proj": sum(qkv.values())} if config.fused else qkv
         new = config.weights.projection
         self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
         self.o_proj = new(name, config.num_heads * size, {"o_proj": config.hidden_size}, config.o_bias)
@@ -93,7 +94,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
-        qkv_TND = self.normed(qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim)))
+        qkv_TND = self.normed(qkv_TO.unflatten(-1, (-1, self.config.head_dim)))
         ask = GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, self.config.softmax)
         attended_TI = attend(ask)
         if wanted_W is not None:
@@ -130,7 +131,8 @@ class MLP(nn.Module):
         name, size, inner = f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size
         new = config.weights.projection
         self.activation = config.activation
-        self.gate_up_proj = new(name, size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
+        parts = {"gate_up_proj": 2 * inner} if config.fused else {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = new(name, size, parts, config.mlp_bias)
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,10 +147,10 @@ def reader_of(block: nn.Module) -> Projection | None:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on a norm of the residual stream. ``layer`` is its index in the KV pool; ``norm``: their
-    class."""
+    """Attention and MLP, each on a norm of the stream. ``layer``: its index in the KV pool; ``norm``: their class."""
 
     attention_class: ClassVar[type[Attention]] = Attention
+    mlp_class: ClassVar[type[MLP]] = MLP
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_class(config, layer, norm)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, layer)
+        self.mlp = self.mlp_class(config, layer)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Do the same as ``enter``, with the tokens' embeddings as the stream."""

@@ -1,4 +1,4 @@
-"""Root-mean-square norms. Shapes: T tokens, N heads, D head size, H channels, V vocabulary."""
+"""Norms. Shapes: T tokens, N heads, D head size, H channels, V vocabulary."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed_rms_norm, rms_norm
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from specserve.layers.weights import Projection
 
@@ -68,3 +69,31 @@ class OffsetRMSNorm(WideRMSNorm):
     def load(self, found: Mapping[str, Tensor]) -> None:
         """Take the weight as a file holds it."""
         self.weight.detach().copy_(found["weight"]).add_(1)
+
+
+class LayerNorm(RMSNorm):
+    """A norm of mean and variance, with a bias, whose file holds the weight minus 1."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def load(self, found: Mapping[str, Tensor]) -> None:
+        self.weight.detach().copy_(found["weight"]).add_(1)
+        self.bias.detach().copy_(found["bias"])
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return F.layer_norm(x_TH, (len(self.weight),), self.weight, self.bias, self.eps)
+
+    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+        stream_TH = F.embedding(tokens_T, embedding_VH)
+        return self(stream_TH), stream_TH
+
+    def add(self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total_TH = x_TH + residual_TH if scale_1 is None else (x_TH + residual_TH) * scale_1
+        return self(total_TH), total_TH
+
+    def add_for(
+        self, reader: object, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        return self.add(x_TH, residual_TH, scale_1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ class Rope(NamedTuple):
 class RopeConfig:
     """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``. The fields from ``beta_fast``
     on are yarn's: which frequencies it blends, and the multiplier of cos and sin. ``partial_rotary_factor``: the part
-    of the pairs that a proportional one rotates."""
+    of the pairs that a proportional one rotates; with others of a head's channels.
+    ``short_factor``, ``long_factor``: longrope's divisors of frequencies, up to the trained length and beyond."""
 
     theta: float = THETA
     kind: str = "default"
@@ -40,6 +41,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> RopeConfig:
@@ -50,18 +53,26 @@ class RopeConfig:
         if kind == "default":
             return cls(theta=float(theta))
         scaling |= _lengths(config, scaling)
-        values = {name: _number(scaling, name, kind) for name in NUMBERS if scaling.get(name) is not None}
+        values: dict[str, Any] = {
+            name: _number(scaling, name, kind) for name in NUMBERS if scaling.get(name) is not None
+        }
         if missing := [name for name in NEEDED[kind] if name not in values]:
             raise ValueError(f"rope_scaling of type {kind} needs {', '.join(missing)}")
-        return cls(theta=float(theta), kind=kind, truncate=bool(scaling.get("truncate", True)), **values)
+        values["truncate"] = bool(scaling.get("truncate", True))
+        if kind == "longrope":
+            values |= {name: _divisors(scaling, name) for name in ("short_factor", "long_factor")}
+        return cls(theta=float(theta), kind=kind, **values)
 
     @property
     def scale(self) -> float:
         """The multiplier of cos and sin."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            trained = math.log(self.original_max_position_embeddings)
+            return math.sqrt(1 + math.log(self.factor) / trained) if self.factor > 1 else 1.0
         if self.mscale and self.mscale_all_dim:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         return _mscale(self.factor, 1.0)
@@ -85,6 +96,7 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "proportional": (),
+    "longrope": (),
 }
 
 
@@ -124,6 +136,13 @@ def _number(scaling: Mapping[str, Any], name: str, kind: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ValueError(f"rope_scaling of type {kind}: {name} must be a positive number, found {value!r}")
     return value
+
+
+def _divisors(scaling: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    found = scaling.get(name)
+    if not isinstance(found, list) or not all(type(each) in (int, float) and each > 0 for each in found):
+        raise ValueError(f"rope_scaling of type longrope: {name} must be a list of positive numbers")
+    return tuple(found)
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -172,12 +191,20 @@ def _proportional(config: RopeConfig, inv_D2: Tensor) -> Tensor:
     return torch.where(torch.arange(len(inv_D2)) < rotated, inv_D2 / config.factor, 0)
 
 
+def _longrope(config: RopeConfig, inv_D2: Tensor) -> Tensor:
+    divisors = torch.tensor(config.long_factor, dtype=inv_D2.dtype, device=inv_D2.device)
+    if len(divisors) != len(inv_D2):
+        raise ValueError(f"rope_scaling: factors must be {len(inv_D2)} numbers, found {len(divisors)}")
+    return inv_D2 / divisors
+
+
 ROPE_KINDS = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "proportional": _proportional,
+    "longrope": _longrope,
 }
 
 
@@ -191,5 +218,13 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 def rope_table(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
     """Return cos and signed sin of every position ``[positions, 2, head_dim]``, scaled, in the default dtype."""
-    inv_D2 = inverse_frequencies(config, head_dim)
-    return rotary_table(inv_D2, positions, config.scale, torch.get_default_dtype())
+    if config.kind == "longrope" and positions <= config.original_max_position_embeddings:
+        config = replace(config, long_factor=config.short_factor)
+    part = 1.0 if config.kind == "proportional" else config.partial_rotary_factor
+    inv_D2, dtype = inverse_frequencies(config, int(part * head_dim)), torch.get_default_dtype()
+    table_P2D = rotary_table(inv_D2, positions, config.scale, dtype)
+    if part == 1:
+        return table_P2D
+    still_P2D = rotary_table(inv_D2.new_zeros(head_dim // 2 - len(inv_D2)), positions, 1.0, dtype)
+    halves = (each.chunk(2, -1) for each in (table_P2D, still_P2D))
+    return torch.cat([half for pair in zip(*halves, strict=True) for half in pair], -1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from specserve_kernels import Gate
 from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
@@ -16,7 +17,7 @@ from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
-from specserve.models.config import ModelConfig, rope_config
+from specserve.models.config import ACTIVATIONS, ModelConfig, rope_config
 
 
 class TargetModel(nn.Module):
@@ -26,12 +27,14 @@ class TargetModel(nn.Module):
     geometry, ``read_layers`` repeats it for every layer, and ``read_ropes`` returns the rotary embeddings that layers
     choose from. They raise ValueError naming a field that they can't serve. ``unread``: parts of the names of tensors
     that a file may have without a parameter for them. ``beside``: beginnings of the names of a vision-language file's
-    other parts, without ``model.``.
+    other parts, without ``model.``. ``activations``: what values of ``activation_field`` mean.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.", "visual.")
+    activations: ClassVar[Mapping[str, Gate]] = ACTIVATIONS
+    activation_field: ClassVar[str] = "hidden_act"
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 

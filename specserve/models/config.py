@@ -40,6 +40,8 @@ class ModelConfig:
     weights: WeightFormat = PLAIN
     random: str | None = None
     logit_cap: float | None = None
+    logit_divisor: float = 1.0
+    embedding_scale: float = 1.0
     notes: tuple[str, ...] = field(default=(), repr=False)
 
     def with_weights(self, weights: WeightFormat) -> ModelConfig:
@@ -65,6 +67,9 @@ class ModelConfig:
             "activation": "silu",
             "v_proj": True,
             "token_inputs": 0,
+            "update_scale": 1.0,
+            "rotated": 0,
+            "fused": False,
         }
         return replace(self.layers[self.kv_layers - 1], weights=PLAIN, **llama)
 
@@ -174,8 +179,17 @@ def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
             check(fields, source, NUMBER, "rope_theta")
 
 
-def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
-    """Read the geometry of a decoder layer. Raises ValueError naming a missing or invalid field."""
+ACTIVATIONS: Mapping[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def layer_config(
+    config: Mapping[str, Any],
+    source: Path,
+    activations: Mapping[str, Gate] = ACTIVATIONS,
+    name: str = "hidden_act",
+) -> LayerConfig:
+    """Read the geometry of a decoder layer. ``name``: the field of its activation, silu if it is absent. Raises
+    ValueError naming a missing or invalid field."""
     check(config, source, COUNT, "hidden_size", "intermediate_size", "num_attention_heads")
     check(config, source, COUNT.or_null, "num_key_value_heads", "head_dim")
     check({"rms_norm_eps": 1e-6, **config}, source, NUMBER, "rms_norm_eps")
@@ -185,9 +199,8 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
         raise ValueError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    name = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    if (activation := ACTIVATIONS.get(config.get(name, "silu"))) is None:
-        raise ValueError(f"{source}: {name} must be {' or '.join(ACTIVATIONS)}, found {config[name]!r}")
+    if (activation := config.get(name, "silu")) not in activations:
+        raise ValueError(f"{source}: {name} must be {' or '.join(activations)}, found {activation!r}")
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=config["intermediate_size"],
@@ -196,11 +209,8 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         input_size=hidden,
-        activation=activation,
+        activation=activations[activation],
     )
-
-
-ACTIVATIONS: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def with_windows(

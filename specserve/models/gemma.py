@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 from specserve_kernels import Rounded
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from specserve.layers.batch import Attend, Softmax
 from specserve.layers.decoder import DecoderLayer, LayerConfig, reader_of
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
-from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
+from specserve.models.scaled import ScaledModel
 
 _PLAIN = ("attn_logit_softcapping", "use_bidirectional_attention")
 
@@ -57,7 +56,7 @@ def embedding_scale(size: int, dtype: torch.dtype) -> float:
     return float(torch.tensor(size**0.5, dtype=dtype, device="cpu"))
 
 
-class GemmaModel(TargetModel):
+class GemmaModel(ScaledModel):
     """Scales embeddings by the root of the hidden size. Layers with a window rotate by the second rope."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -75,6 +74,7 @@ class GemmaModel(TargetModel):
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     }
+    activation_field: ClassVar[str] = "hidden_activation"
     layer_class: ClassVar[type[DecoderLayer]] = GemmaLayer
     norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
 
@@ -97,20 +97,5 @@ class GemmaModel(TargetModel):
         return whole, sliding
 
     @cached_property
-    def draft_embedding(self) -> nn.Embedding:
-        made: nn.Embedding = nn.Embedding.from_pretrained(self.embed_tokens.weight.detach() * self._scale)
-        return made
-
-    @cached_property
     def _scale(self) -> float:
         return embedding_scale(self.config.hidden_size, self.dtype)
-
-    def embed(self, tokens_T: Tensor) -> Tensor:
-        """Return the tokens' embeddings as the first layer reads them ``[T, H]``."""
-        return F.embedding(tokens_T, self.embed_tokens.weight) * self._scale
-
-    def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-        stream_TH = self.embed(tokens_T)
-        first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
-        return first.input_layernorm(stream_TH), stream_TH

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from specserve.layers.batch import Softmax
 from specserve.layers.decoder import LayerConfig
 from specserve.models.base import TargetModel
+from specserve.models.config import with_windows
 
 
 class MistralModel(TargetModel):
@@ -23,3 +24,11 @@ class MistralModel(TargetModel):
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
         return replace(layer, softmax=Softmax(window=fields["sliding_window"]))
+
+
+class MinistralModel(MistralModel):
+    """Has the window in all layers, or in those that ``layer_types`` names."""
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        return with_windows(layer, fields["sliding_window"], fields, lambda _: True)

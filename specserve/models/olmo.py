@@ -20,13 +20,15 @@ from specserve.models.config import ropes_by_kind, with_windows
 
 
 class OlmoLayer(DecoderLayer):
+    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
+
     def __init__(self, config: LayerConfig, layer: int) -> None:
         nn.Module.__init__(self)
         self.rope = config.rope
-        self.self_attn = Attention(config, layer, WideRMSNorm)
-        self.post_attention_layernorm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, self.norm_class)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer)
-        self.post_feedforward_layernorm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
         stream_TH = F.embedding(tokens_T, embedding_VH)

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
-_POSITIVE = dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar"), 1)
+_POSITIVE = (
+    *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
+    *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
+)
 
 
 def load_model_config(
@@ -51,14 +54,15 @@ def load_model_config(
     fields = {**model.defaults, **fields}
     check(fields, path, COUNT, "vocab_size", "num_hidden_layers")
     check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
-    check({**_POSITIVE, **fields}, path, NUMBER, *_POSITIVE)
+    check(fields, path, NUMBER, *(name for name in _POSITIVE if name in model.defaults))
     check(fields, path, NUMBER.or_null, "final_logit_softcapping")
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
+    layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     config = ModelConfig(
         architecture=architectures[0],
         vocab_size=vocab_size,
-        layers=_layers(model, layer_config(fields, path), fields, path),
+        layers=_layers(model, layer, fields, path),
         ropes=model.read_ropes(fields, path),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
@@ -67,6 +71,8 @@ def load_model_config(
         dtype=_dtype(fields, path),
         random=random,
         logit_cap=fields.get("final_logit_softcapping"),
+        logit_divisor=fields.get("logits_scaling", 1.0),
+        embedding_scale=fields.get("embedding_multiplier", 1.0),
         notes=(_end_note(ends, vocab_size),),
     )
     return config.with_weights(_weights(config, fields, path))

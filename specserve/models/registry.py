@@ -24,6 +24,14 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
     "Olmo2ForCausalLM": "olmo.OlmoModel",
     "Olmo3ForCausalLM": "olmo.Olmo3Model",
+    "Exaone4ForCausalLM": "exaone4.Exaone4Model",
+    "GraniteForCausalLM": "granite.GraniteModel",
+    "Phi3ForCausalLM": "phi3.Phi3Model",
+    "NemotronForCausalLM": "nemotron.NemotronModel",
+    "ArceeForCausalLM": "nemotron.ArceeModel",
+    "SeedOssForCausalLM": "llama.SeedOssModel",
+    "MinistralForCausalLM": "mistral.MinistralModel",
+    "CwmForCausalLM": "cwm.CwmModel",
 }
 
 

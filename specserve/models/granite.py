@@ -1,0 +1,47 @@
+"""Granite: Llama with multipliers of embeddings, scores, what blocks add to the stream, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from specserve_kernels import Rounded
+from torch import Tensor
+
+from specserve.layers.batch import Attend, Softmax
+from specserve.layers.decoder import DecoderLayer, LayerConfig, reader_of
+from specserve.layers.rotary import Rope
+from specserve.models.llama import LlamaModel
+from specserve.models.scaled import ScaledModel
+
+
+class GraniteLayer(DecoderLayer):
+    def forward(
+        self,
+        x_TH: Tensor | Rounded,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        scale = self.self_attn.config.update_scale
+        update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+        normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), update * scale, residual_TH)
+        update, residual_TH = self.mlp(*normed)
+        return update * scale, residual_TH
+
+
+class GraniteModel(ScaledModel, LlamaModel):
+    defaults: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"), 1.0
+    )
+    layer_class: ClassVar[type[DecoderLayer]] = GraniteLayer
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        softmax, scale = Softmax(fields["attention_multiplier"]), fields["residual_multiplier"]
+        return replace(super().read_layer(layer, fields), softmax=softmax, update_scale=scale)
+
+    def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
+        return super().logits(hidden_TH, out).div_(self.config.logit_divisor)

@@ -1,0 +1,64 @@
+"""Attention that rotates the first channels of a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specserve.layers.decoder import Attention, DecoderLayer, LayerConfig
+from specserve.layers.norms import RMSNorm
+from specserve.layers.rotary import RopeConfig, rope_fields
+from specserve.models.config import check_rope_fields, rope_config
+
+
+class PartialAttention(Attention):
+    """Moves the channels that are rotated in pairs to where a whole head has its pairs, half of it apart. Scores do not
+    depend on the order of channels."""
+
+    order_D: Tensor
+
+    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
+        super().__init__(config, layer, norm)
+        half = config.rotated // 2
+        low, high, rest = torch.arange(config.head_dim).split((half, half, config.head_dim - 2 * half))
+        rest_low, rest_high = rest.tensor_split(2)
+        self.register_buffer("order_D", torch.cat([low, rest_low, high, rest_high]), persistent=False)
+
+    def normed(self, qkv_TND: Tensor) -> Tensor:
+        q, k, v = self.config.heads
+        qk_TND, v_TND = qkv_TND.split((q + k, v), 1)
+        return torch.cat([qk_TND[..., self.order_D], v_TND], 1)
+
+
+class PartialLayer(DecoderLayer):
+    attention_class: ClassVar[type[Attention]] = PartialAttention
+
+
+def partial_rope(config: Mapping[str, Any], source: Path) -> RopeConfig:
+    """Read the rotary embedding of the first part of each head."""
+    check_rope_fields(config, source)
+    fields, part = rope_fields(config), _rotary_part(config)
+    kind = {"su": "longrope"}.get(str(fields.get("type")), fields.get("type"))
+    fields = {**fields, "partial_rotary_factor": None, "type": kind}
+    rope = rope_config({**config, "rope_scaling": None, "rope_parameters": fields}, source)
+    return replace(rope, partial_rotary_factor=part)
+
+
+def rotated(layer: LayerConfig, config: Mapping[str, Any]) -> int:
+    """Return how many channels of a head are rotated. Raises ValueError for halves that are not whole."""
+    count = int(layer.head_dim * _rotary_part(config))
+    if not 0 < count <= layer.head_dim or count % 2:
+        raise ValueError(
+            f"partial_rotary_factor must give 2 to {layer.head_dim} channels, evenly, found {count}"
+        )
+    return count
+
+
+def _rotary_part(config: Mapping[str, Any]) -> float:
+    written = rope_fields(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    return 1.0 if written is None else float(written)
