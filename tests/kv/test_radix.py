@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
+from specserve.core import SamplingParams
 from specserve.kv.allocator import PageAllocator
+from specserve.kv.layout import first_page
 from specserve.kv.radix import RadixCache as RadixCacheOfTables
+from specserve.scheduler.memory import Memory
+from specserve.scheduler.request import Request
+from specserve.speculation.control.acceptance import RequestEffect
 
 Tokens = tuple[int, ...]
 
@@ -298,3 +303,108 @@ def test_prefixes_of_another_salt_are_not_found() -> None:
     allocator.release([*first, *second])
     assert cache.clear() == 4
     assert allocator.problems() == []
+
+
+@pytest.mark.parametrize("windows", [(None, 6, 6), (9, 5), (None, None, 20)], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_tables_with_windows(
+    page_size: int, windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests use what is cached as far as every table goes on, compute the rest in chunks, let go of what windows
+    leave behind, and end. A page holds what its prefix says, whoever has it, and every page that nobody uses can be
+    evicted."""
+    rng, contents = (
+        random.Random(page_size),
+        dict[int, tuple[Tokens, int]](),
+    )  # of a page: its prefix and its table
+    memory = Memory(70, page_size, prefix_cache=True, windows=windows)
+    cache, allocator = memory.cache, memory.allocator
+    assert cache is not None
+    running: list[Request] = []
+    hits, frees = 0, 0
+
+    def deepest(tokens: Tokens) -> int:
+        """Worked out depth by depth, from the pages of the tree."""
+        found = cache.find(tokens)
+        for depth in range(len(found[0]), 0, -1):
+            firsts = [first_page(window, depth * page_size, page_size) for window in windows]
+            if all(all(pages[first:depth]) for first, pages in zip(firsts, found, strict=True)):
+                return depth
+        return 0
+
+    def check(request: Request) -> None:
+        for table, (window, hold) in enumerate(zip(windows, request.holds, strict=True)):
+            assert hold.start <= first_page(window, request.computed, page_size)
+            for index, page in enumerate(
+                hold.pages[: request.computed // page_size - hold.start], hold.start
+            ):
+                prefix = tuple(request.tokens[: (index + 1) * page_size])
+                assert contents.setdefault(page, (prefix, table)) == (prefix, table)
+
+    def taking(count: int, allocate: Callable[[int], list[int]] = allocator.allocate) -> list[int]:
+        pages = allocate(count)
+        for page in pages:
+            contents.pop(page, None)
+        return pages
+
+    monkeypatch.setattr(allocator, "allocate", taking)
+    for _ in range(3000):
+        action = rng.choice(["start", "compute", "compute", "write", "end", "evict"])
+        request = rng.choice(running) if running else None
+        if action == "start":
+            drawn = [token for _ in range(0, 40, page_size) for token in [rng.randrange(2)] * page_size]
+            tokens = drawn[: rng.randint(1, 40)]
+            request = Request(
+                "",
+                tokens,
+                SamplingParams(),
+                0,
+                0,
+                10**6,
+                frozenset(),
+                0,
+                RequestEffect(0),
+                0.0,
+                context=tokens,
+            )
+            expected = deepest(tuple(tokens[:-1]))
+            request.prefilled = memory.take_prefix(request, tokens)
+            assert request.prefilled == expected * page_size
+            if memory.grow(request, len(tokens) + 1, request.prefilled + 7) is None:
+                memory.release(request)
+                continue
+            hits += bool(request.prefilled)
+            running.append(request)
+        elif request is not None and action == "compute" and request.prefilling:
+            end, _ = memory.extend(request, min(request.prefilled + 7, len(request.context)))
+            if end > request.prefilled:
+                request.prefilled = end
+                memory.remember(request)
+                check(request)
+                memory.slide(request)
+        elif request is not None and action == "write" and not request.prefilling:
+            if memory.prepare([(request, len(request.tokens) + 1)]):
+                assert memory.grow(request, len(request.tokens) + 1) is not None
+                request.output.append(rng.randrange(2))
+        elif request is not None and action == "end":
+            if rng.random() < 0.7:
+                memory.remember(request)
+            check(request)
+            memory.release(request)
+            running.remove(request)
+        elif action == "evict":
+            idle, count = allocator.idle, rng.randint(1, 10)
+            freed = cache.evict(count)
+            assert min(count, idle) <= freed <= idle
+            frees += freed
+        if request in running:
+            check(request)
+        assert not allocator.problems()
+        cached = list(cache.pages())
+        assert len(set(cached)) == len(cached) == cache.num_pages
+    for request in running:
+        memory.release(request)
+    assert min(hits, frees) > 100
+    idle = allocator.idle
+    assert cache.evict(10**6) == idle
+    assert allocator.free == allocator.capacity
