@@ -213,6 +213,13 @@ def test_prompts_whose_windows_lack_pages_go_on(tokens: int, chunk: int, gemma: 
         assert answer.tokens == answer_one(roomy, prompt, greedy(4)).tokens
 
 
+def test_steps_read_no_more_than_windows(gemma: Checkpoints) -> None:
+    """What a step's cost is estimated by: of two requests, one of which is longer than the window of four layers of
+    six."""
+    limits = make_scheduler(gemma.target).limits
+    assert limits.read([5, 100]) == 5 + round((2 * 100 + 4 * WINDOW) / 6)
+
+
 def test_windows_as_long_as_the_context_are_kept(tmp_path: Path) -> None:
     scheduler = make_scheduler(make_gemma3(tmp_path, sliding_window=WINDOW), context_length=WINDOW)
     assert scheduler.memory.windows == (None,)

@@ -224,7 +224,7 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def _kv_bytes(context: Context) -> int:
-    """Return the bytes that a token adds to what the target's layers read."""
+    """Return the bytes of one token in the target's layers."""
     return sum(spec.token_bytes for spec in context.pool.config.target)
 
 

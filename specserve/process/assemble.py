@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from specserve.config.settings import FP8_KV
 from specserve.constraints.grammar import MISSING
 from specserve.constraints.masks import Masks
 from specserve.constraints.matcher import Grammars
-from specserve.core import Capacity, prediction_limit
+from specserve.core import MAX_COUNT, Capacity, prediction_limit
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
 from specserve.engine.memory import pool_pages
@@ -162,6 +163,7 @@ def assemble(
         headroom=plan.headroom,
         drafts=bool(context.drafter.vocab_size),
         overlap=config.overlap,
+        windows=_windows(pool.config.target),
     )
     no_grammars = _prepare_grammars(config, runner)
     info = EngineInfo(
@@ -184,6 +186,14 @@ def assemble(
     )
     admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
     return Scheduler(runner, memory, admission, limits, policy, info, _observers(config, runner))
+
+
+def _windows(specs: Sequence[KVSpec]) -> list[tuple[int, float]]:
+    """Return the windows of layers, and the share of their bytes in those of all."""
+    sizes = Counter[int]()
+    for spec in specs:
+        sizes[spec.window or MAX_COUNT] += spec.token_bytes
+    return [(window, size / sizes.total()) for window, size in sizes.items()]
 
 
 def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:

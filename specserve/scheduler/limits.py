@@ -4,12 +4,13 @@ wait for each other."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import exp
 
 import numpy as np
 
+from specserve.core import MAX_COUNT
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import Floats
 
@@ -23,7 +24,8 @@ MOST_GATHERING = 0.1  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of what the scheduler launches at once."""
+    """Limits of what the scheduler launches at once. ``windows``: the tokens that the target's layers read of a
+    request's, and their share of its cache's bytes a token."""
 
     max_running_requests: int
     chunked_prefill_size: int
@@ -31,6 +33,12 @@ class Limits:
     headroom: int  # positions that the first step of a request may write
     drafts: bool  # steps may draft
     overlap: bool
+    windows: Sequence[tuple[int, float]] = ((MAX_COUNT, 1.0),)
+
+    def read(self, tokens: Iterable[int]) -> int:
+        """Return how many tokens a step reads of requests that have so many, if all layers read them."""
+        counts = list(tokens)
+        return round(sum(share * sum(min(each, window) for each in counts) for window, share in self.windows))
 
 
 @dataclass(slots=True)

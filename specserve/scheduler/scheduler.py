@@ -309,7 +309,7 @@ class Scheduler:
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
         """Find pages for the next step: evict, then read what is in flight, then preempt the last, then don't draft."""
         while True:
-            computed = sum(r.computed for r in ready)
+            computed = self.limits.read(r.computed for r in ready)
             masked = any(self._constraints.mask(r, 0) for r in ready)
             batch = Batch([r.effect for r in ready], [r.room for r in ready], computed, self._begun, masked)
             if not ready:
