@@ -21,6 +21,7 @@ from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, SMALL, make_assistant, make_gemma4
 from tests.reference.models import make_llama
 from tests.speculation.methods import check_cached, check_drafts, each_with_both, scheduler_of
+from tests.test_groups import poisoned
 from tests.test_targets import change_config
 from tests.test_windows import prompts
 
@@ -112,6 +113,20 @@ def test_requests_of_a_batch_draft_as_each_alone(tmp_path: Path) -> None:
                 answer_all(scheduler_of(METHOD, target, draft, (3, 1, 4), page_size=4), requests)
             trees += [[each.nodes(slot) for each in drafts[:4]] for slot in range(len(requests))]
         found.append(trees)
+    assert found[0] == found[1]
+
+
+def test_what_its_windows_see_is_not_freed(tmp_path: Path) -> None:
+    """They begin before the target's. Elsewhere it read the pages of another group, and nothing was accepted."""
+    target, draft = made("small", tmp_path, sliding_window=6)
+    work, found = [(prompts([30])[0], SamplingParams(temperature=0, max_tokens=30))], []
+    for keeps_all in (True, False):
+        settings = {"page_size": 1, "disable_hybrid_kv_cache_manager": keeps_all}
+        scheduler = scheduler_of(METHOD, target, draft, (3, 2, 7), **settings)
+        with poisoned(scheduler), record_drafts() as drafts:
+            answer_all(scheduler, work)
+        assert (len(scheduler.memory.windows) == 1) == keeps_all
+        found.append([each.nodes(0) for each in drafts])
     assert found[0] == found[1]
 
 
