@@ -190,7 +190,7 @@ def answer_with(page: api.Page, choices: list[dict[str, Any]]) -> list[dict[str,
 def test_tools_json_and_a_server_without_drafts(page: api.Page, server: Server) -> None:
     """A call is a block of its own, and stays in the conversation; what comes in one read has no speed."""
     sent = answer_with(page, CALL)
-    page.route("**/server_info", lambda route: route.fulfill(json={"speculative_algorithm": None}))
+    page.route("**/server_info", lambda route: route.fulfill(json={"speculative_algorithm": "NONE"}))
     visit(page, server)
     assert not page.get_by_text("Side by side").is_visible()
     page.get_by_label("Tools").fill("[{]")
@@ -321,6 +321,7 @@ def test_a_failed_question_returns_to_its_box(page: api.Page, server: Server) ->
 def test_a_reload_keeps_what_has_arrived(page: api.Page, slow_server: Server) -> None:
     page.goto(slow_server.url + "/")
     give_key(page)
+    assert not page.get_by_text("Side by side").is_visible()
     page.get_by_label("Message").fill("abc")
     page.keyboard.press("Enter")
     page.locator(".token").nth(10).wait_for(state="attached")
@@ -392,6 +393,7 @@ def test_key_escape_and_no_mouse(page: api.Page, slow_server: Server) -> None:
 
 
 def test_the_stop_button_ends_both_sides(page: api.Page, slow_server: Server) -> None:
+    page.route("**/server_info", lambda route: route.fulfill(json={"speculative_algorithm": "EAGLE3"}))
     page.goto(slow_server.url + "/")
     give_key(page)
     page.get_by_text("Side by side").click()

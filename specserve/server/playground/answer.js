@@ -36,7 +36,7 @@ export class Answer {
     const figure = made("figure");
     figure.append(made("figcaption", "hint", "Tokens per step"), this._chart);
     this._cost.append(this._figures, figure);
-    const copy = copyButton("Copy the answer", shown, () => this.text);
+    const copy = copyButton("Copy", "Copy the answer", shown, () => this.text);
     this.card.append(copy, made("h3", "", title), this._thoughts, shown, this._asked);
   }
 

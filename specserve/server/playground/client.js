@@ -10,7 +10,7 @@ export class ApiTrouble extends Error {
 // Returns whether the server drafts; true for a load balancer that does not tell.
 export async function hasDrafts(key) {
   const found = await call("server_info", { headers: headers(key) }).then((response) => response.json(), () => null);
-  return !found || found.speculative_algorithm !== null;
+  return !found || found.speculative_algorithm !== "NONE";
 }
 
 export async function modelNames(key) {

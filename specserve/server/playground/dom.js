@@ -16,12 +16,12 @@ export function button(name, title, onClick) {
 }
 
 // Returns a button that copies a text. If the page may not write to the clipboard, it selects the text that is shown.
-export function copyButton(title, shown, text = () => shown.textContent) {
-  const copy = button("Copy", title, async () => {
+export function copyButton(name, title, shown, text = () => shown.textContent) {
+  const copy = button(name, title, async () => {
     getSelection().selectAllChildren(shown);
     const done = await navigator.clipboard?.writeText(text()).then(() => true, () => false);
     copy.textContent = done ? "Copied" : "Selected";
-    setTimeout(() => { copy.textContent = "Copy"; }, 2000);
+    setTimeout(() => { copy.textContent = name; }, 2000);
   });
   copy.classList.add("copy");
   return copy;

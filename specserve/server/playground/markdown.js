@@ -107,7 +107,7 @@ function codeBlock({ text, codeBlockStyle }, source) {
   const code = made("pre");
   if (codeBlockStyle !== "indented") source.skipLine();
   code.append(...source.spans(text));
-  block.append(code, copyButton("Copy the code", code));
+  block.append(code, copyButton("Copy code", "Copy the code", code));
   return block;
 }
 
