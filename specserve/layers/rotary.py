@@ -113,6 +113,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
             f"rope_parameters for each kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # of text alone, whose three positions are the same
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
     if kind != "proportional" and scaling.get("partial_rotary_factor") not in (None, 1):

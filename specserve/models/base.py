@@ -32,7 +32,9 @@ class TargetModel(nn.Module):
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
-    beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.", "visual.")
+    beside: ClassVar[tuple[str, ...]] = (
+        *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
+    )
     activations: ClassVar[Mapping[str, Gate]] = ACTIVATIONS
     activation_field: ClassVar[str] = "hidden_act"
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer

@@ -23,7 +23,7 @@ from specserve.models.config import (
     read_json,
 )
 from specserve.models.random_tensors import random_format
-from specserve.models.registry import model_class
+from specserve.models.registry import model_class, text_part
 from specserve.models.special_tokens import end_token
 from specserve.models.tensor_files import TensorFiles
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
+_OUTER = ("architectures", "tie_word_embeddings")
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
@@ -45,12 +46,16 @@ def load_model_config(
     name together. ``tokenizer_path`` None: the model's own. ``random`` as in ``ModelConfig``."""
     path = model_path / "config.json"
     fields = read_json(path)
-    if isinstance(text := fields.get("text_config"), dict):  # beside a vision part
-        fields = {**fields, **text, "architectures": fields.get("architectures")}
+    text = fields.get("text_config")
+    if isinstance(
+        text, dict
+    ):  # beside a vision part; what is around both says whether the head is the embedding
+        fields = {**fields, **text, **{name: fields[name] for name in _OUTER if name in fields}}
     architectures = fields.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ValueError(f"{path}: architectures must name one architecture, found {architectures!r}")
-    model = model_class(architectures[0], path)
+    architecture = text_part(architectures[0], fields.get("model_type"), path)
+    model = model_class(architecture, path)
     fields = {**model.defaults, **fields}
     check(fields, path, COUNT, "vocab_size", "num_hidden_layers")
     check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
@@ -60,7 +65,7 @@ def load_model_config(
     layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     config = ModelConfig(
-        architecture=architectures[0],
+        architecture=architecture,
         vocab_size=vocab_size,
         layers=_layers(model, layer, fields, path),
         ropes=model.read_ropes(fields, path),
@@ -105,10 +110,12 @@ def _weights(config: ModelConfig, fields: Mapping[str, Any], path: Path) -> Weig
     if not given:
         return PLAIN
     try:
+        model = model_class(config.architecture, path)
         if config.random is not None:
             with torch.device("meta"):
-                return random_format(given, model_class(config.architecture, path)(config, 1))
-        return read_format(given, TensorFiles(path.parent).dtypes())
+                return random_format(given, model(config, 1))
+        found = TensorFiles(path.parent).dtypes().items()
+        return read_format(given, {name: dtype for name, dtype in found if not name.startswith(model.beside)})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -13,7 +13,10 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "LlamaForCausalLM": "llama.LlamaModel",
     "MistralForCausalLM": "mistral.MistralModel",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
+    "Qwen2VLForConditionalGeneration": "qwen2.Qwen2Model",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2.Qwen2Model",
     "Qwen3ForCausalLM": "qwen3.Qwen3Model",
+    "Qwen3VLForConditionalGeneration": "qwen3.Qwen3Model",
     "MiMoForCausalLM": "mimo.MiMoModel",
     "Gemma3ForCausalLM": "gemma.GemmaModel",
     "Gemma3ForConditionalGeneration": "gemma.GemmaModel",
@@ -35,6 +38,30 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
 }
 
 
+TEXT_PARTS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Text parts of the architectures in ``AROUND``, by their ``model_type``."""
+AROUND = tuple(
+    f"{name}ForConditionalGeneration" for name in ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
+)
+
+
+def text_part(architecture: Any, model_type: Any, source: Path) -> Any:
+    """Return the architecture of the text part, which may be the whole. Raises ValueError for an unknown one."""
+    if architecture not in AROUND:
+        return architecture
+    if model_type not in TEXT_PARTS:
+        known = ", ".join(TEXT_PARTS)
+        raise ValueError(
+            f"{source}: text_config of model_type {model_type!r} is not supported in {architecture}; known: {known}"
+        )
+    return TEXT_PARTS[model_type]
+
+
 def register(architecture: str, model: type[TargetModel]) -> None:
     """Serve checkpoints whose ``architectures`` contain this name."""
     assert architecture not in ARCHITECTURES, f"two models are called {architecture}"
@@ -44,7 +71,7 @@ def register(architecture: str, model: type[TargetModel]) -> None:
 def model_class(architecture: Any, source: Path) -> type[TargetModel]:
     """Return the model class of an architecture. Raises ValueError naming the file if there is none."""
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        known = ", ".join((*ARCHITECTURES, *AROUND))
         raise ValueError(f"{source}: architecture {architecture} is not supported; known: {known}")
     found = ARCHITECTURES[architecture]
     if isinstance(found, str):

@@ -1,7 +1,7 @@
 """Read the tensors of a checkpoint directory, from safetensors or pickled files.
 
-Names are compared without a leading ``model.`` or ``language_model.`` and with ``midlayer.`` read as ``layers.0.``, so
-every published variant of a draft head, and the text part of a vision-language file, looks the same.
+Names are compared without a leading ``model.``, ``language_model.`` or ``text_model.`` and with ``midlayer.`` read as
+``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Header(NamedTuple):
 
 def canonical(name: str) -> str:
     """Return this package's name for a tensor of a file."""
-    name = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+    name = re.sub(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", "", name)
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
