@@ -24,7 +24,7 @@ from specserve_kernels.ops.device import H200, Limits, tickets  # noqa: E402
 
 from specserve.attention import ATTENTION  # noqa: E402
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  # noqa: E402
-from specserve.attention.torch import TorchAttention  # noqa: E402
+from specserve.attention.torch import LANES, TorchAttention  # noqa: E402
 from specserve.attention.triton import TritonAttention  # noqa: E402
 from specserve.kv.spec import HeadKV  # noqa: E402
 from specserve.layers.batch import Softmax  # noqa: E402
@@ -78,7 +78,8 @@ class Case:
 
     def table(self, slots: int, positions: int) -> Tensor:
         """Make the table: different random pages for every slot; a row of a wider one."""
-        width = -(-positions // self.page_size)
+        whole = max(self.page_size, LANES)
+        width = -(-positions // whole) * whole // self.page_size
         assert slots * width < self.pages
         pages = 1 + torch.randperm(self.pages - 1, generator=self.generator)[: slots * width]
         wide = torch.zeros(slots, width + 3, dtype=torch.int64)
@@ -376,9 +377,9 @@ class TestShapes:
         qkv_TND = case.normal(140, 4, 32)
         qkv_TND[:, 2:].unflatten(1, (2, -1)).copy_(case.stored(both))
         backend = TritonAttention(16, dtype)
-        right = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, qkv_TND[:, 2:])
+        right = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, case.pages_BM, qkv_TND[:, 2:])
         qkv_TND[100:101, 3] = float("inf")  # the value
-        found = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, qkv_TND[:, 2:])
+        found = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, case.pages_BM, qkv_TND[:, 2:])
         assert torch.equal(found[:100], right[:100])
         assert found[132:].isinf().all()  # whose windows begin after it
 
@@ -386,7 +387,8 @@ class TestShapes:
         """Sums merge in their order, not in the order of arrival."""
         case = Case((4, 1, 64), 16, device, dtype)
         nodes, q_TND = tree(case, [500], [4], max_nodes=4), case.normal(4, 4, 64)
-        outputs = [run(TritonAttention(16, dtype), "plan_verify", nodes, q_TND, case.cache) for _ in range(3)]
+        where = case.cache, case.pages_BM
+        outputs = [run(TritonAttention(16, dtype), "plan_verify", nodes, q_TND, *where) for _ in range(3)]
         assert all(torch.equal(o, outputs[0]) for o in outputs)
 
 
