@@ -78,7 +78,8 @@ def _read_layers(fields: Mapping[str, Any], file: Path, target: ModelConfig) -> 
         if fields[name] != found:
             raise ValueError(f"{file}: {name} {fields[name]} does not fit the target's {found}")
     try:
-        layers = Gemma4Model.read_layers(layer_config(fields, file), fields)
+        layer = layer_config(fields, file, Gemma4Model.activations, Gemma4Model.activation_field)
+        layers = Gemma4Model.read_layers(layer, fields)
         layers = [_reading(layer, target) for layer in layers]
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
