@@ -2,7 +2,7 @@
 
 CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
-    *("llama3", "llama3_json", "mistral", "pythonic"),
+    *("llama3", "llama3_json", "mistral", "pythonic", "gemma4"),
 )
 REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
 DUMMY = "dummy"  # load_format

@@ -19,7 +19,7 @@ def test_settings_name_the_formats() -> None:
         for note in resolve_paths(unread)[1]
     )
     with pytest.raises(
-        ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic"
+        ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic, gemma4"
     ):
         Settings(tool_call_parser="glm")
     with pytest.raises(ValueError, match=r"reasoning.parser.*none, qwen3, deepseek_r1, .*mimo"):
@@ -33,6 +33,7 @@ def test_settings_name_the_formats() -> None:
         ('{% if tools %}{"name": function name, "parameters": dictionary of{% endif %}', "llama3_json"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
+        ("{% if tools %}<|tool_call>call:{}<tool_call|>{% endif %}", "gemma4"),
         ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
         ("{% if tools %}<tool_call></tool_call><function=f><parameter=a>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),

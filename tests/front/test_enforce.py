@@ -78,7 +78,7 @@ def check(events: list[Event], held: Sequence[str]) -> list[str]:
     return called
 
 
-HELD = ["hermes", "llama3_json", "mistral", "qwen3_coder"]
+HELD = ["hermes", "llama3_json", "mistral", "qwen3_coder", "gemma4"]
 
 
 @pytest.mark.parametrize("format_", HELD)
@@ -111,7 +111,12 @@ def test_calls_that_must_come(walker: Walker, format_: str, how: str) -> None:
     assert bool(thought) == (prompt is not None)
 
 
-MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "qwen3_coder": "<function="}
+MARKS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "qwen3_coder": "<function=",
+    "gemma4": "<|tool_call>",
+}
 
 
 @pytest.mark.parametrize("format_", MARKS)

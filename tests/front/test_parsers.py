@@ -322,6 +322,40 @@ QWEN3_CODER: dict[str, Found] = {
         "<function=f> <parameter=a\n>1</parameter></function>",
     )},
 }  # fmt: skip
+GEMMA_CITY = (
+    '<|tool_call>call:get_weather{city:<|"|>Zürich, "x" {}:]\n<tool_call|><|"|>,'
+    "days:3,l:[1.5,true,{}]}<tool_call|>"
+)
+GEMMA_CITY_CALL = calls(
+    ("get_weather", r"""{"city": "Zürich, \"x\" {}:]\n<tool_call|>", "days": 3, "l": [1.5, true, {}]}""")
+)
+GEMMA4: dict[str, Found] = {
+    GEMMA_CITY: GEMMA_CITY_CALL,
+    f"{GEMMA_CITY}{GEMMA_CITY}\n": GEMMA_CITY_CALL * 2,
+    f"Let me look. {GEMMA_CITY}so": [Content("Let me look."), *GEMMA_CITY_CALL, Content(" so")],
+    GEMMA_CITY.removesuffix("<tool_call|>"): GEMMA_CITY_CALL,
+    GEMMA_CITY.removesuffix("_call|>"): GEMMA_CITY_CALL,
+    "<|tool_call>call:f{}<tool_call|>": calls(("f", "{}")),
+    "<|tool_call>call:f{ a : 1 ,\n b: [ ] , }<tool_call|>": calls(("f", '{"a": 1, "b": []}')),
+    "<|tool_call>call:f{a:2026-11-29,b:ten past 5:10,c:null,d:-1e3,e:01}": calls(
+        ("f", '{"a": "2026-11-29", "b": "ten past 5:10", "c": null, "d": -1e3, "e": "01"}')
+    ),
+    '<|tool_call>call:f{<|"|>a b<|"|>:{c:[[],{d:<|"|><|"|>}]}}<tool_call|>': calls(
+        ("f", '{"a b": {"c": [[], {"d": ""}]}}')
+    ),
+    '<|tool_call>call:f{"a": "x, \\"}", "b": [1, "}"]}<tool_call|>': calls(("f", '{"a": "x, \\"}", "b": [1, "}"]}')),
+    # A call from its brace on, whatever follows.
+    '<|tool_call>call:f{a:<|"|>half <|"': calls(("f", '{"a": "half <|\\"')),
+    "<|tool_call>call:f{a:1,b:tr": calls(("f", '{"a": 1, "b": "tr"')),
+    "<|tool_call>call:f{a:1,b": calls(("f", '{"a": 1, "b"')),
+    "<|tool_call>call:f{a:1": calls(("f", '{"a": 1')),
+    "<|tool_call>call:f{a:]} so": [*calls(("f", '{"a": ')), Content("]} so")],
+    "<|tool_call>call:f{a:[1}<tool_call|>": [*calls(("f", '{"a": [1')), Content("}<tool_call|>")],
+    "<|tool_call>call:f{,}": [*calls(("f", "{")), Content(",}")],
+    **{text: content(text) for text in (
+        "<|tool_call>", "<|tool_call>call:g{}<tool_call|>", "<|tool_call>call:f", "<|tool_call>f{}", "call:f{}",
+    )},
+}  # fmt: skip
 THINK: dict[str, Found] = {
     "<think>\nHm <b>.\n\nSo\n</think>\n\n Hi \n": [Reasoning("Hm <b>.\n\nSo"), Content("Hi \n")],
     "\n<think>a</think>b<think>c</think>": [Reasoning("a"), Content("b<think>c</think>")],
@@ -353,6 +387,7 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "mistral": (tools_of("mistral"), MISTRAL),
     "pythonic": (tools_of("pythonic"), PYTHONIC),
     "qwen3_coder": (tools_of("qwen3_coder"), QWEN3_CODER),
+    "gemma4": (tools_of("gemma4"), GEMMA4),
     "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
     "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
     "closed": (
@@ -406,6 +441,8 @@ def test_no_cut_changes_anything(kind: str) -> None:
         ("qwen3_coder", "<function=f><parameter=a>1</parameter>", '{"a": "1"'),
         ("pythonic", "[f(a=1, b='ha", """{"a": 1, "b": "'ha\""""),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', '{"a": 1'),
+        ("gemma4", "<|tool_call>call:f{a:1,b:12", '{"a": 1, "b": '),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x', '{"a": "x'),
     ],
 )
 def test_what_is_cut_stays_cut(kind: str, text: str, arguments: str) -> None:
@@ -585,6 +622,8 @@ HOSTILE_CALLS = {
     ("qwen3_coder", "<function=f><parameter=a>"): 1,
     ("pythonic", "[f(a=1,b=[f(a=1,b=[f(a=1,"): 1,
     ("pythonic", "[f(a=1,b,[f(),f(b=[f(a=1,"): 2,
+    ("gemma4", '<|tool_call>call:f{a:<|"|>'[:25]): 1,
+    ("gemma4", '<|tool_call>call:f{a:"aaa'): 1,
     ("mistral", TOOLS): 600,
     ("llama3_json", TOOLS): 600,
 }
@@ -603,6 +642,8 @@ HOSTILE_CALLS = {
         '[{"a":1,' * 3_000,
         "{" + '"a":1,' * 4_000,
         '{"' + "a" * 25_000,
+        '<|tool_call>call:f{a:"' + "a" * 25_000,
+        '<|tool_call>call:f{a:<|"|>' + "<|" * 12_000,
         '<tool_call>{"a":"",' * 1_000 + '"a":' * 5_000,
         "<function=f><parameter=a></parameter>" + " " * 25_000,
         "[f(" * 5_000,
@@ -625,7 +666,7 @@ HOSTILE_CALLS = {
 )
 def test_hostile_texts_take_no_longer(text: str) -> None:
     begin = time.process_time()
-    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "think"):
+    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "gemma4", "think"):
         parser = KINDS[kind][0]()
         events = [event for at in range(0, len(text), 8) for event in parser.feed(text[at : at + 8])]
         count = sum(isinstance(event, Call) for event in [*events, *parser.finish()])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specserve.constraints.calls import Frame
 from specserve.constraints.text_arguments import PARAMETER
-from specserve.frontend.parsers import json_calls, pythonic, qwen3_coder
+from specserve.frontend.parsers import gemma4, json_calls, pythonic, qwen3_coder
 from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
@@ -79,6 +79,13 @@ _PYTHONIC = Format(
     (),
     lambda _: pythonic.FRAME,
 )
+_GEMMA4 = Format(
+    "gemma4",
+    gemma4.Gemma4Parser,
+    (gemma4.OPEN, gemma4.CLOSE),
+    (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE),
+    lambda _: gemma4.FRAME,
+)
 FORMATS: Mapping[str, Format] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
@@ -89,6 +96,7 @@ FORMATS: Mapping[str, Format] = {
     "llama3_json": _LLAMA3,
     "mistral": _MISTRAL,
     "pythonic": _PYTHONIC,
+    "gemma4": _GEMMA4,
 }
 
 
