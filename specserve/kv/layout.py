@@ -1,9 +1,9 @@
 """Which layer's cache lies where. Pure arithmetic.
 
 Layers that keep the same tokens, all or those of a window, form a group. All groups share one kind of page, so that one
-allocator serves them: a page has *columns*, each of which holds one layer's entries, and a group is cut into *tables*
-of at most as many layers. A slot has a page table for each, and a page belongs to one table at a time. With one group,
-a column is a layer, and there is one table.
+allocator serves them: a page has *columns*, each of which holds one layer's entries or those of several small ones,
+and a group is cut into *tables* of as many layers as fit. A slot has a page table for each, and a page belongs to one
+table at a time. With one group, a column is a layer, and there is one table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import TypeVar
 
 from specserve.core import MAX_COUNT
@@ -36,12 +36,14 @@ class PoolUse:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``windows``: of each table, the tokens that it keeps; None: all. ``tables`` and ``columns``: those of each layer.
-    ``column_bytes``: of a token in each column. ``chunk`` and ``ahead``: most positions from a request's last known
-    token on that a launch of prompts, or a step, writes."""
+    ``offsets``: bytes of a token in its column before each layer's. ``column_bytes``: of a token in each column.
+    ``chunk`` and ``ahead``: most positions from a request's last known token on that a launch of prompts, or a step,
+    writes."""
 
     windows: tuple[int | None, ...]
     tables: tuple[int, ...]
     columns: tuple[int, ...]
+    offsets: tuple[int, ...]
     column_bytes: tuple[int, ...]
     page_size: int
     chunk: int
@@ -106,40 +108,54 @@ def _bytes(layout: Layout, tokens: int) -> int:
     return layout.token_bytes * sum(min(tokens, window or tokens) for window in layout.windows)
 
 
-_Cut = tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_Cut = tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _cut(
     layers: Sequence[tuple[int, int | None]], groups: Sequence[tuple[int | None, list[int]]], width: int
 ) -> _Cut:
-    """Return windows, tables, columns and bytes of pages with ``width`` columns. The largest layers share the first
-    columns."""
-    windows, places, sizes = list[int | None](), dict[int, tuple[int, int]](), [0] * width
-    for window, group in groups:
-        for index, layer in enumerate(sorted(group, key=lambda layer: -layers[layer][0])):
-            places[layer] = len(windows) + index // width, index % width
-            sizes[index % width] = max(sizes[index % width], layers[layer][0])
-        windows += [window] * -(-len(group) // width)
-    tables, columns = zip(*(places[layer] for layer in range(len(layers))), strict=True)
-    return tuple(windows), tables, columns, tuple(sizes)
+    """Return windows, tables, columns, offsets and bytes of pages with ``width`` columns. Columns are as wide as the
+    largest layers of each group; a layer takes the first room that it fits, the largest first."""
+    ordered = [(window, sorted(group, key=lambda layer: -layers[layer][0])) for window, group in groups]
+    sizes = [
+        max(layers[group[column]][0] for _, group in ordered if column < len(group))
+        for column in range(width)
+    ]
+    windows, places = list[int | None](), dict[int, tuple[int, int, int]]()
+    for window, group in ordered:
+        room: list[int] = []  # of each column of each of its tables
+        for layer in group:
+            size = layers[layer][0]
+            cell = next((cell for cell, left in enumerate(room) if left >= size), len(room))
+            if cell == len(room):
+                room += sizes
+            table, column = divmod(cell, width)
+            places[layer] = len(windows) + table, column, sizes[column] - room[cell]
+            room[cell] -= size
+        windows += [window] * (len(room) // width)
+    tables, columns, offsets = zip(*(places[layer] for layer in range(len(layers))), strict=True)
+    return tuple(windows), tables, columns, offsets, tuple(sizes)
 
 
-def blocks(layout: Layout, target: Sequence[Spec]) -> list[tuple[Spec, range, range]]:
-    """Return the target's layers in few blocks of a spec, columns of equal size, and tables."""
-    found = list[tuple[Spec, range, range]]()
-    specs = dict(zip(zip(layout.tables, layout.columns, strict=True), target, strict=False))
-    for table in range(len(layout.windows)):
+def blocks(layout: Layout, target: Sequence[Spec]) -> list[tuple[Spec, range, int, range]]:
+    """Return the target's layers in few blocks of a spec, columns of equal size, an offset in them, and tables."""
+    found = list[tuple[Spec, range, int, range]]()
+    places = zip(layout.tables, layout.columns, layout.offsets, strict=True)
+    specs = dict(zip(places, target, strict=False))
+    for table, offset in product(range(len(layout.windows)), sorted({*layout.offsets})):
         first = 0
-        cells = [(specs.get((table, column)), size) for column, size in enumerate(layout.column_bytes)]
+        cells = [
+            (specs.get((table, column, offset)), size) for column, size in enumerate(layout.column_bytes)
+        ]
         for (spec, _), run in groupby(cells):
             columns = range(first, first + len(list(run)))
             first = columns.stop
             if spec is None:
                 continue
-            for index, (other, others, tables) in enumerate(found):
-                if (other, others, tables.stop) == (spec, columns, table):
-                    found[index] = spec, columns, range(tables.start, table + 1)
+            for index, (*other, tables) in enumerate(found):
+                if (*other, tables.stop) == (spec, columns, offset, table):
+                    found[index] = spec, columns, offset, range(tables.start, table + 1)
                     break
             else:
-                found.append((spec, columns, range(table, table + 1)))
+                found.append((spec, columns, offset, range(table, table + 1)))
     return found

@@ -75,18 +75,18 @@ class KVPool:
             # Zeros, not empty: a masked position still multiplies its value by a weight of 0, and 0 * NaN is NaN.
             memory = zeros(shape, torch.uint8, device)
             self._columns += [(memory, index) for index in range(len(memory))]
-        placed = zip(specs, config.layout.columns, strict=True)
-        self.layers = [self._view(spec, range(column, column + 1))[0] for spec, column in placed]
+        placed = zip(specs, config.layout.columns, config.layout.offsets, strict=True)
+        self.layers = [self._view(spec, range(column, column + 1), at)[0] for spec, column, at in placed]
         self.scales = [spec.scales for spec in specs]
         self.target_groups = [
-            (self._view(spec, columns), slice(tables.start, tables.stop))
-            for spec, columns, tables in blocks(config.layout, config.target)
+            (self._view(spec, columns, offset), slice(tables.start, tables.stop))
+            for spec, columns, offset, tables in blocks(config.layout, config.target)
         ]
         self.page_feature = zeros((num_pages, config.feature_size), config.dtype, device)
         tokens = num_pages, config.page_size
         self.token_feature = zeros((*tokens, config.token_feature_size), config.dtype, device)
 
-    def _view(self, spec: KVSpec, columns: range) -> Tensor:
-        """Return neighbouring columns of equal size as layers of a spec."""
+    def _view(self, spec: KVSpec, columns: range, offset: int) -> Tensor:
+        """Return neighbouring columns of equal size as layers of a spec, from ``offset`` bytes a token on."""
         memory, first = self._columns[columns.start]
-        return spec.view(memory[first : first + len(columns)], self.page_size)
+        return spec.view(memory[first : first + len(columns), :, offset * self.page_size :], self.page_size)

@@ -37,6 +37,21 @@ def test_five_windows_to_one(full: int, window: int, tables: int, at_16k: float,
     assert share(layout, each, 1024) < 1.14
 
 
+@pytest.mark.parametrize(
+    ("full", "window", "tables", "waste"),
+    [((8, 2048), (40, 8192), 15, 1.4), ((10, 8192), (50, 16384), 11, 1.05), ((3, 2048), (12, 1024), 3, 1.05)],
+)
+def test_layers_of_two_sizes(
+    full: tuple[int, int], window: tuple[int, int], tables: int, waste: float
+) -> None:
+    """Of Gemma-4-12B, 31B and E2B: small layers share columns."""
+    each = [(full[1], None)] * full[0] + [(window[1], 1024)] * window[0]
+    layout = lay_out(each, 131072, PAGE, CHUNK, 8)
+    assert len(layout.windows) == tables
+    least = sum(size * min(32768, kept or 32768) for size, kept in each)
+    assert share(layout, each, 32768) * sum(size for size, _ in each) * 32768 < waste * least
+
+
 def test_one_retention_is_one_table_of_all_layers_in_order() -> None:
     for each in ([(512, None)] * 7, layers(0, 7), [(512, 4096), (512, None)] * 3):
         layout = lay_out(each, 4096, PAGE, CHUNK, 8)
@@ -54,12 +69,18 @@ def test_every_layer_has_its_own_place(seed: int) -> None:
     each = [(rng.choice([256, 512]), rng.choice([None, 80, 700])) for _ in range(rng.randint(1, 40))]
     layout = lay_out(each, 4096, PAGE, rng.choice([1, 64, 700]), 8)
     places = list(zip(layout.tables, layout.columns, strict=True))
-    assert len(set(places)) == len(places)
+    taken = [
+        (*place, byte)
+        for place, offset, (size, _) in zip(places, layout.offsets, each, strict=True)
+        for byte in range(offset, offset + size, 64)
+    ]
+    assert len(set(taken)) == len(taken)
     kept = [window or 4096 for window in layout.windows]
     assert kept == sorted(kept, reverse=True)
-    for (size, window), (table, column) in zip(each, places, strict=True):
+    ends = [offset + size for offset, (size, _) in zip(layout.offsets, each, strict=True)]
+    for end, (_, window), (table, column) in zip(ends, each, places, strict=True):
         assert layout.windows[table] == window
-        assert layout.column_bytes[column] >= size
+        assert layout.column_bytes[column] >= end
     pages = rng.randint(len(layout.windows), 5000)
     longest = layout.longest(pages)
     assert layout.pages(longest) <= pages
@@ -80,7 +101,7 @@ def test_views_of_a_shared_page_do_not_overlap() -> None:
     """Target layers of two geometries and a draft's: what one stores no other of its table sees, and blocks of the
     target cover the target alone."""
     wide, narrow = HeadKV(2, 8, torch.float32), HeadKV(1, 4, torch.float32)
-    target = [narrow, HeadKV(2, 8, torch.float32, window=80), HeadKV(2, 8, torch.float32, window=80)]
+    target = [*[narrow] * 6, HeadKV(2, 8, torch.float32, window=80), HeadKV(2, 8, torch.float32, window=80)]
     specs = [*target, wide]
     each = [(spec.token_bytes, spec.window) for spec in specs]
     layout = lay_out(each, 10**5, PAGE, 9, 1)
@@ -93,5 +114,6 @@ def test_views_of_a_shared_page_do_not_overlap() -> None:
         for table in range(tables.start, tables.stop):
             group[:, 1 + table] = -1
     cleared = [bool((layer[1 + pool.tables[i]] == -1).all()) for i, layer in enumerate(pool.layers)]
-    assert cleared == [True, True, True, False]
-    assert bool((pool.layers[3][1 + pool.tables[3]] == 4).all())
+    assert cleared == [True] * 8 + [False]
+    assert bool((pool.layers[8][1 + pool.tables[8]] == 9).all())
+    assert max(layout.offsets) > 0
