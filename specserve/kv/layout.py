@@ -61,9 +61,10 @@ class Layout:
         some = sum(min(whole, -(-(before + span) // self.page_size) + 1) for before in seen)
         return whole * self.windows.count(None) + some
 
-    def longest(self, pages: int) -> int:
-        """Return the most tokens, in whole pages, of a request that holds at most ``pages`` at a time."""
-        wholes = range(pages + 1)
+    def longest(self, pages: int, context: int) -> int:
+        """Return the most tokens, in whole pages, of a request that holds at most ``pages`` at a time. Where windows
+        alone would let it grow without end, the context counts."""
+        wholes = range(max(pages, -(-context // self.page_size)) + 1)
         return self.page_size * (
             bisect_right(wholes, pages, key=lambda whole: self.pages(whole * self.page_size)) - 1
         )
@@ -73,7 +74,7 @@ class Layout:
         is in its prompt, the others are in steps."""
         left = pages - self.pages(context)
         full = 0 if left < 0 else 1 + left // self.pages(context, prompts=False)
-        return PoolUse(self.longest(pages), full, whole_pages * self.page_size)
+        return PoolUse(self.longest(pages, context), full, whole_pages * self.page_size)
 
 
 def first_page(window: int | None, tokens: int, page_size: int) -> int:

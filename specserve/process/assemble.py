@@ -300,7 +300,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     longest, fraction = config.context_length, config.mem_fraction_static
     pages = pool_pages(pool_config, config.max_total_tokens, fraction, device, longest)
     if config.max_total_tokens is None:
-        check_context(config, pool_config.layout.longest(pages - 1))
+        check_context(config, pool_config.layout.longest(pages - 1, longest))
     phase.enter("making the KV pool")
     attention = _attention(config, pool_config)
     state = DecodeState(

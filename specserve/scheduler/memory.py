@@ -23,11 +23,7 @@ class Memory:
     None: all. ``cache`` None: prefixes are not shared."""
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        prefix_cache: bool,
-        windows: Sequence[int | None] = (None,),
+        self, num_pages: int, page_size: int, prefix_cache: bool, windows: Sequence[int | None] = (None,)
     ) -> None:
         self.page_size = page_size
         self.windows = windows
@@ -82,13 +78,19 @@ class Memory:
     def prepare(self, needs: Sequence[tuple[Request, int]]) -> bool:
         """Free pages for many requests in one eviction; each is given with the number of tokens that ``grow`` will make
         it hold. Return False if there are too few."""
-        for request, _ in needs:
+        for request, _ in needs if self._sliding else ():
             self.slide(request)
-        missing = sum(sum(self._missing(request, tokens, tokens)) for request, tokens in needs)
+        short = [(request, tokens) for request, tokens in needs if self._lacks(request, tokens)]
+        missing = sum(sum(self._missing(request, tokens, tokens)) for request, tokens in short)
         if missing > self.available:
             return False
         self._make_free(missing)
         return True
+
+    def _lacks(self, request: Request, tokens: int) -> bool:
+        """Return quickly whether some table lacks pages: those of all tokens end together, and so do windows."""
+        holds = request.holds
+        return not holds or tokens > min(holds[0].end, holds[-1].end) * self.page_size
 
     def _missing(self, request: Request, tokens: int, ahead: int) -> list[int]:
         """Return the pages that each table lacks to hold ``tokens``, or ``ahead`` in windows."""
@@ -102,6 +104,8 @@ class Memory:
     def grow(self, request: Request, tokens: int, ahead: int | None = None) -> list[PageRun] | None:
         """Extend the request's pages to hold ``tokens``, of windows only up to ``ahead`` if that is less, evicting
         cached ones. Return the new pages, or None, with nothing changed, if there are too few."""
+        if not self._lacks(request, tokens):
+            return []
         missing = self._missing(request, tokens, tokens if ahead is None else min(tokens, ahead))
         if sum(missing) > self.available:
             return None
@@ -118,9 +122,8 @@ class Memory:
         most ``tokens``, and the new pages."""
         if not self._sliding:
             return tokens, []
-        end = max(hold.end for window, hold in zip(self.windows, request.holds, strict=True) if window)
-        pages = min(self.pages_for(tokens), end + self.available // self._sliding)
-        held = min(tokens, pages * self.page_size)
+        end = request.holds[-1].end + self.available // self._sliding  # the last table is a window's
+        held = min(tokens, end * self.page_size)
         runs = self.grow(request, held)
         assert runs is not None, "tables that keep all tokens hold the prompt since it was admitted"
         return held, runs
@@ -129,8 +132,9 @@ class Memory:
         """Free the pages that no token from the request's last known one on sees."""
         if not self._sliding:
             return
+        known = request.computed
         for window, hold in zip(self.windows, request.holds, strict=True):
-            gone = first_page(window, request.computed, self.page_size) - hold.start
+            gone = first_page(window, known, self.page_size) - hold.start
             if gone > 0:
                 self.allocator.release(hold.pages[:gone])
                 hold.start, hold.pages = hold.start + gone, hold.pages[gone:]

@@ -82,7 +82,7 @@ def test_every_layer_has_its_own_place(seed: int) -> None:
         assert layout.windows[table] == window
         assert layout.column_bytes[column] >= end
     pages = rng.randint(len(layout.windows), 5000)
-    longest = layout.longest(pages)
+    longest = layout.longest(pages, 100)
     assert layout.pages(longest) <= pages
     assert None not in layout.windows or layout.pages(longest + PAGE) > pages
 
