@@ -27,6 +27,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_fact
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma 3, capped": ("Gemma3", {"sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0}),
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
     "gemma 4, large": ("Gemma4", {**GEMMA4, **LARGE}),
     "gemma 4, unified": ("Gemma4Unified", {**GEMMA4, **LARGE, "attention_bias": True}),
@@ -61,7 +62,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(params=list(CONFIGS))
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     family, fields = CONFIGS[request.param]
-    text = "Text" if family.startswith("Gemma4") else ""
+    text = "Text" if family.startswith("Gemma") else ""
     config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **fields})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     draw_weights(model)
