@@ -158,6 +158,7 @@ def pair_rows(
         model=str(agreeing.target),
         pair=agreeing.target.parent,
         dtype="float64",
+        load_format="auto",
         texts=14,
         alone=7,
         new_tokens=12,
