@@ -4,7 +4,7 @@ CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
     *("llama3", "llama3_json", "mistral", "pythonic", "gemma4"),
 )
-REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
+REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo", "gemma4")
 DUMMY = "dummy"  # load_format
 LOADERS = (
     *("safetensors", "pt", "npcache", "hf", "mistral", "fastsafetensors", "sharded_state", "layered"),

@@ -103,9 +103,9 @@ class Settings:
     )
     reasoning_parser: str = server(
         "none",
-        "How the model marks its reasoning, which chat then returns as `reasoning_content`. All values mean the same: "
-        "between `<think>` and `</think>`, where `<think>` may be the end of the prompt. none: reasoning is part of "
-        "the content.",
+        "How the model marks its reasoning, which chat then returns as `reasoning_content`. gemma4: between "
+        "`<|channel>thought` and `<channel|>`. All others mean the same: between `<think>` and `</think>`. The opening "
+        "mark may be the end of the prompt. none: reasoning is part of the content.",
         choices=("none", *REASONING_FORMATS),
     )
     host: str = server("127.0.0.1", "Address to listen on.")

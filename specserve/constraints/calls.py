@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specserve.constraints.grammar import SPACE, check_size, embedded, expression, of_schemas, quoted
 from specserve.constraints.python_arguments import ANY, PythonArguments
@@ -19,7 +19,21 @@ from specserve.constraints.schemas import LABELS, as_list, enforceable
 from specserve.constraints.text_arguments import TextArguments
 from specserve.core import FieldError
 
-OPEN, CLOSE = "<think>", "</think>"  # around the reasoning at the beginning of an answer
+
+class ThoughtMarks(NamedTuple):
+    """The marks around the reasoning at the beginning of an answer."""
+
+    open: str
+    close: str
+
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """What of them may be special tokens."""
+        return self.open[: self.open.find(">") + 1], self.close
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+CHANNEL = ThoughtMarks("<|channel>thought", "<channel|>")
 _GAP = r"GAP: /\n{0,2}| /"
 _TEXT = "TEXT: /(?s:.*)/"
 _REST = "REST: /(?s:.*)/"
@@ -61,8 +75,11 @@ class Marks:
     ends: Collection[int] = ()
 
     def item(self, mark: str) -> str:
-        """Return a mark as a grammar item."""
-        return f"<[{self.added[mark]}]>" if mark in self.added else quoted(mark)
+        """Return a mark as a grammar item. A mark may be a token and more text."""
+        token, rest = mark[: mark.find(">") + 1], mark[mark.find(">") + 1 :]
+        if mark in self.added or token not in self.added or not rest:
+            return f"<[{self.added[mark]}]>" if mark in self.added else quoted(mark)
+        return f"<[{self.added[token]}]> {quoted(rest)}"
 
     def until(self, name: str, mark: str) -> str:
         """Return rules ``name`` that match anything up to and including the first ``mark``."""
@@ -80,18 +97,18 @@ class Marks:
         return f"(TEXT <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
 
 
-def after_thought(grammar: str, marks: Marks, opened: bool) -> str:
+def after_thought(grammar: str, marks: Marks, opened: bool, around: ThoughtMarks = THINK) -> str:
     """Return a grammar that applies after the reasoning, if the answer begins with any. ``opened``: the prompt already
-    contains the opening mark."""
+    contains the opening mark. ``around``: the reasoning's."""
     is_list = grammar.startswith("{")
     first, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
     written = first.get("lark_grammar") or ""
-    if _REST in written and OPEN not in marks.added:  # else free text could begin with reasoning
-        rest = f"{_REST} & ~{expression(f'{SPACE}{OPEN}(?s:.*)')}"
+    if _REST in written and around.tokens[0] not in marks.added:  # else free text could begin with reasoning
+        rest = f"{_REST} & ~{expression(f'{SPACE}{re.escape(around.open)}(?s:.*)')}"
         first = {**first, "lark_grammar": written.replace(_REST, rest)}
     name = first.get("name", "answer")
-    start = f"thought GAP @{name}" if opened else f"{marks.item(OPEN)} thought GAP @{name} | @{name}"
-    rules = "\n".join((f"start: {start}", marks.until("thought", CLOSE), _TEXT, _GAP))
+    start = f"thought GAP @{name}" if opened else f"{marks.item(around.open)} thought GAP @{name} | @{name}"
+    rules = "\n".join((f"start: {start}", marks.until("thought", around.close), _TEXT, _GAP))
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**first, "name": name}, *others]})
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.constraints.calls import CLOSE, OPEN, Marks, after_thought
+from specserve.constraints.calls import THINK, Marks, ThoughtMarks, after_thought
 from specserve.core import FieldError, SamplingParams, Thought
 from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
 from specserve.frontend.parsers.registry import Format
@@ -66,20 +66,27 @@ class Form(NamedTuple):
 class Formats:
     """The formats of a model's answers. ``calls``: the format of its tool calls, None: unknown. ``close``: the tokens
     that end its reasoning, None: reasoning is not separated. ``ends``: the tokens that end an answer. ``no_grammars``:
-    why requests can't use grammars, None if they can or the engine says so."""
+    why requests can't use grammars, None if they can or the engine says so. ``around``: the marks of reasoning."""
 
     tokenizer: Tokenizer
     calls: Format | None
     close: Sequence[int] | None
     ends: Collection[int] = ()
     no_grammars: str | None = None
+    around: ThoughtMarks = THINK
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, calls: Format | None, reasoning: bool, ends: Collection[int] = ()
+        cls,
+        tokenizer: Tokenizer,
+        calls: Format | None,
+        reasoning: ThoughtMarks | None,
+        ends: Collection[int] = (),
     ) -> Formats:
         """Make a tokenizer's formats. Reasoning ends with a line break. Not safe while another thread tokenizes."""
-        return cls(tokenizer, calls, tokenizer.encode_answer(f"\n{CLOSE}") if reasoning else None, ends)
+        around = reasoning or THINK
+        close = None if reasoning is None else tokenizer.encode_answer(f"\n{around.close}")
+        return cls(tokenizer, calls, close, ends, around=around)
 
     @property
     def unseparated(self) -> Formats:
@@ -100,7 +107,8 @@ class Formats:
         parsers = [self._parser(prompt, calls, form is not None) for _ in range(count)]
         first = parsers[0]
         if params.thinking_token_budget is not None and params.thought is None and first.tells_reasoning:
-            thought = Thought(open=OPEN, close=CLOSE, end=list(self.close or ()), begun=first.thinking)
+            around = {"open": self.around.open, "close": self.around.close}
+            thought = Thought(**around, end=list(self.close or ()), begun=first.thinking)
             params = msgspec.structs.replace(params, thought=thought)
         if calls is not None and calls.tools:
             form = self._form_with_calls(calls, form)
@@ -113,8 +121,9 @@ class Formats:
         thought, parser = None, None
         marks: tuple[str, ...] = ()
         if self.close is not None:
-            thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
-            marks += ThinkParser.marks
+            end = self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+            thought = ThinkParser(end, self.around)
+            marks += self.around.tokens
         if calls is not None and calls.tools and self.calls is not None:
             parser = self.calls.parser(functions_of(calls.tools))
             parser.either = has_form or calls.calls_or_text(self.calls)
@@ -135,7 +144,8 @@ class Formats:
         """Return the form of an answer of ``parser``, which may begin with reasoning."""
         if not parser.tells_reasoning:
             return form
-        return Form(form.param, lambda: after_thought(form.make(), self._marks, parser.thinking))
+        opened = parser.thinking
+        return Form(form.param, lambda: after_thought(form.make(), self._marks, opened, self.around))
 
     @property
     def _marks(self) -> Marks:

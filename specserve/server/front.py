@@ -21,6 +21,7 @@ from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import ANSWER, Conversation, Turn
 from specserve.frontend.generation import Generation, Job, TokenStatistics
 from specserve.frontend.parsers.registry import FORMATS, choose_format
+from specserve.frontend.parsers.think import marks_of
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.frontend.tools import Tool
 from specserve.messages import EngineInfo, Ready
@@ -241,7 +242,7 @@ class Front:
         self.tokenizing.tokenizer = tokenizer
         if tokenizer is not None:
             calls, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
-            self._formats = Formats.of(tokenizer, calls, self._given.reasoning_parser != "none")
+            self._formats = Formats.of(tokenizer, calls, marks_of(self._given.reasoning_parser))
             log.info("tool calls are %s: %s", f"parsed as {calls.name}" if calls else "not parsed", why)
         self._loaded, self._served = True, None
 

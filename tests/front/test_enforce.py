@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specserve import grammar
-from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.calls import CHANNEL, Marks, after_thought
 from specserve.constraints.grammar import is_of_schemas
 from specserve.core import FieldError
 from specserve.frontend.answers import AnswerParser
@@ -79,6 +79,24 @@ def check(events: list[Event], held: Sequence[str]) -> list[str]:
 
 
 HELD = ["hermes", "llama3_json", "mistral", "qwen3_coder", "gemma4"]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_calls_after_thoughts_in_a_channel(walker: Walker, opened: bool) -> None:
+    """Whose opening mark is a token and a word."""
+    calls = Calls(tools(), "required").grammar(FORMATS["gemma4"], walker.marks)
+    text = after_thought(calls, walker.marks, opened, CHANNEL)
+    begin, rng = "hm<channel|>" if opened else "<|channel>thought\nhm<channel|>", random.Random(0)
+    drawn = [answer for _ in range(20) if (answer := walker.draw(text, rng, begin)) is not None]
+    assert len(drawn) > 2
+    for answer in drawn:
+        thought = ThinkParser("<|channel>thought\n" if opened else "", CHANNEL)
+        parser = AnswerParser(
+            thought, FORMATS["gemma4"].parser({name: each or {} for name, each in SCHEMAS.items()})
+        )
+        events = merged([*parser.feed(answer), *parser.finish()])
+        assert events[0] == Reasoning("hm")
+        assert check(events, [*SCHEMAS])
 
 
 @pytest.mark.parametrize("format_", HELD)

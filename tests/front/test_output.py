@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from specserve.constraints.calls import THINK
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.output import OutputProcessor, StopFinder
@@ -231,7 +232,7 @@ def test_reasoning_is_counted_by_token(stride: int, end: bool) -> None:
     for text, expected in (("<think>é</think>\n\nHi", 17), ("<think>hm", None), ("Hi <think>", 0)):
         ids = [*text.encode(), *([EOS] if end else [])]
         parser = AnswerParser(ThinkParser(""))
-        detokenizer = TOKENIZER.detokenizer([65], True, ThinkParser.marks)
+        detokenizer = TOKENIZER.detokenizer([65], True, THINK.tokens)
         out = OutputProcessor(SamplingParams(), detokenizer, by_token=True, parser=parser)
         for at in range(0, len(ids), stride):
             last = end and at + stride >= len(ids)

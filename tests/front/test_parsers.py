@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specserve.constraints.calls import CHANNEL
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Parser, Reasoning, call, merged
 from specserve.frontend.parsers.registry import FORMATS
@@ -390,6 +391,19 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "gemma4": (tools_of("gemma4"), GEMMA4),
     "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
     "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
+    "channel": (
+        lambda: AnswerParser(ThinkParser("model\n", CHANNEL), FORMATS["gemma4"].parser(NAMES)),
+        {
+            f"<|channel>thought\nHm <b>.\n<channel|>Hi {GEMMA_CITY}": [
+                Reasoning("Hm <b>."),
+                Content("Hi"),
+                *GEMMA_CITY_CALL,
+            ],
+            "<|channel>thought\n<channel|>Hi": content("Hi"),
+            "<|channel>thou": content("<|channel>thou"),
+            "<think>a</think>b": content("<think>a</think>b"),
+        },
+    ),
     "closed": (
         lambda: AnswerParser(ThinkParser("assistant:<think>\n\n</think>\n\n")),
         {"Hi": content("Hi"), "<think>a</think>b": [Reasoning("a"), Content("b")]},

@@ -17,7 +17,10 @@ from specserve.constraints.matcher import Grammars
 
 END = 1
 ENDS = ("}", "]", '"', "t", ")", "\n</parameter>\n</function>")
-TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<other>")
+TOKENS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<other>"),
+    *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
+)
 
 
 class Walker:

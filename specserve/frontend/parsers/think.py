@@ -1,24 +1,28 @@
-"""Reasoning between ``<think>`` and ``</think>``, as Qwen3, DeepSeek-R1 and MiMo write it."""
+"""Reasoning between ``<think>`` and ``</think>``, as Qwen3, DeepSeek-R1 and MiMo write it, or Gemma 4's marks."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from specserve.constraints.calls import CLOSE, OPEN
+from specserve.constraints.calls import CHANNEL, THINK, ThoughtMarks
 from specserve.frontend.parsers.base import Content, Event, Parser, Reasoning, overlap
 
 Stage = Literal["before", "thinking", "after", "content"]
+
+
+def marks_of(reasoning_parser: str) -> ThoughtMarks | None:
+    """Return the marks that ``--reasoning-parser`` means; None if reasoning is not separated."""
+    return {"none": None, "gemma4": CHANNEL}.get(reasoning_parser, THINK)
 
 
 class ThinkParser(Parser):
     """Parse reasoning at the very beginning of an answer; the prompt may end with its opening mark. The white space
     around it belongs to the format."""
 
-    marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
-
-    def __init__(self, prompt: str) -> None:
+    def __init__(self, prompt: str, marks: ThoughtMarks = THINK) -> None:
         """``prompt``: the end of the prompt, at least the mark and white space."""
-        self.stage: Stage = "thinking" if prompt.rstrip().endswith(OPEN) else "before"
+        self._open_mark, self._close_mark = marks
+        self.stage: Stage = "thinking" if prompt.rstrip().endswith(marks.open) else "before"
         self._text = ""
         self._begun = False
 
@@ -44,9 +48,9 @@ class ThinkParser(Parser):
 
     def _open(self, final: bool) -> None:
         rest = self._text.lstrip()
-        if rest.startswith(OPEN):
-            self._text, self.stage = rest[len(OPEN) :], "thinking"
-        elif final or not OPEN.startswith(rest):
+        if rest.startswith(self._open_mark):
+            self._text, self.stage = rest[len(self._open_mark) :], "thinking"
+        elif final or not self._open_mark.startswith(rest):
             self.stage = "content"
 
     def _think(self, final: bool) -> list[Event]:
@@ -54,13 +58,13 @@ class ThinkParser(Parser):
         if not self._begun:
             self._text = self._text.lstrip()
         text = self._text
-        end = text.find(CLOSE)
-        certain = end if end >= 0 else len(text) - (0 if final else overlap(text, CLOSE))
+        end = text.find(self._close_mark)
+        certain = end if end >= 0 else len(text) - (0 if final else overlap(text, self._close_mark))
         thought = text[:certain].rstrip()
         self._begun = self._begun or bool(thought)
         if end >= 0:
             self.stage = "after"
-            self._text = text[end + len(CLOSE) :]
+            self._text = text[end + len(self._close_mark) :]
         else:
             self._text = text[len(thought) :]
         return [Reasoning(thought)] if thought else []
