@@ -130,11 +130,12 @@ class RadixCache:
                 freed += self._drop_tail(leaf, count - freed)
         if self._sliding and freed < count:
             for node in sorted(self.nodes(), key=lambda each: each.used):
-                freed += self._thin(node, [len(node.keys)] * len(node.pages), count - freed)
+                freed += self._thin(node, [len(node.keys)] * len(node.pages)) if freed < count else 0
         return freed
 
     def _evict_unseen(self, count: int) -> int:
-        """Free up to ``count`` pages of windows that no sequence that continues from an edge's end sees."""
+        """Free pages of windows that no sequence that continues from an edge's end sees, edge by edge until ``count``
+        are free. Return how many were freed."""
         freed = 0
         for _ in range(len(self._unthinned)):
             if freed >= count:
@@ -145,21 +146,22 @@ class RadixCache:
                 depth, above = depth + len(above.keys), above.parent
             ahead = [first_page(window, depth * self._page_size, self._page_size) for window in self._windows]
             behind = [max(0, first - depth + len(node.keys)) for first in ahead]
-            freed += self._thin(node, behind, count - freed)
+            freed += self._thin(node, behind)
             if any(any(pages[:end]) for pages, end in zip(node.pages, behind, strict=True)):
                 self._unthinned.append(node)  # some are in use
         return freed
 
-    def _thin(self, node: _Node, ends: Sequence[int], most: int) -> int:
-        """Free up to ``most`` unused pages of a node's windows, by table before an end. Return how many."""
-        freed = 0
+    def _thin(self, node: _Node, ends: Sequence[int]) -> int:
+        """Free the unused pages of a node's windows, by table before an end. Return how many."""
+        gone = list[int]()
         for window, pages, end in zip(self._windows, node.pages, ends, strict=True):
             for index in range(end if window is not None else 0):
-                if pages[index] and freed < most and self._only_ours(pages[index]):
-                    self._allocator.disown([pages[index]])
-                    pages[index], freed = 0, freed + 1
-        self.num_pages -= freed
-        return freed
+                if pages[index] and self._only_ours(pages[index]):
+                    gone.append(pages[index])
+                    pages[index] = 0
+        self._allocator.disown(gone)
+        self.num_pages -= len(gone)
+        return len(gone)
 
     def clear(self) -> int:
         """Evict every page that no request uses. Return how many."""
