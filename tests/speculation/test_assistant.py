@@ -163,6 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "3 heads of 8 do not fit the target's layer 1, of 2",
     ),
     ({"num_centroids": 7}, "num_centroids 7 does not divide the vocabulary of 64"),
+    ({"centroid_intermediate_top_k": 17}, "top_k must be at most num_centroids 16, found 17"),
     ({"text_config": None}, "text_config must be an object, found None"),
 ]
 

@@ -59,9 +59,12 @@ def open_assistant(draft: DraftSettings, target: ModelConfig) -> AssistantSource
     if fields.get("use_ordered_embeddings"):
         fields = {"num_centroids": 2048, "centroid_intermediate_top_k": 32, **fields}
         check(fields, file, COUNT, "num_centroids", "centroid_intermediate_top_k")
-        clusters = fields["num_centroids"], fields["centroid_intermediate_top_k"]
-        if config.vocab_size % clusters[0]:
-            words = f"num_centroids {clusters[0]} does not divide the vocabulary of {config.vocab_size}"
+        clusters = count, best = fields["num_centroids"], fields["centroid_intermediate_top_k"]
+        if config.vocab_size % count:
+            words = f"num_centroids {count} does not divide the vocabulary of {config.vocab_size}"
+            raise ValueError(f"{file}: {words}")
+        if best > count:
+            words = f"centroid_intermediate_top_k must be at most num_centroids {count}, found {best}"
             raise ValueError(f"{file}: {words}")
     source = AssistantSource(files, config=config, clusters=clusters)
     scored = f"{clusters[1]} of {clusters[0]} clusters of tokens" if clusters else "all tokens"
