@@ -86,7 +86,8 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         help="seconds after the first step; the learning rate falls by the clock, so the run ends annealed",
     )
     add("--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut")
-    add("--batch-tokens", type=positive, help="tokens in one forward (default: 8192, on a CPU 2048)")
+    batch = "tokens in one forward, in whole rows of --max-length (default: 8192, on a CPU 2048)"
+    add("--batch-tokens", type=positive, help=batch)
     add("--accumulate", type=positive, default=1, help="batches per step")
     add(
         "--optimizer",
