@@ -151,7 +151,7 @@ TENSORS: list[tuple[str, Callable[[State], object], str]] = [
 ]
 CONFIG: list[tuple[str, Callable[[Config], object], str]] = [
     ("EAGLE", without("vocab_size"), "vocab_size None does not fit the target's 64"),
-    ("EAGLE3", with_field(vocab_size=65), "vocab_size 65 does not fit the target's 64"),
+    ("EAGLE3", with_field(vocab_size=72), "vocab_size 72 does not fit the target's 64"),
     ("EAGLE", without("hidden_size"), r"config\.json: hidden_size must be a positive integer, found None"),
     (
         "EAGLE3",
@@ -252,6 +252,28 @@ def test_draft_of_another_target(
     draft = make_draft(tmp_path / "the-draft", make_llama(tmp_path / "other", **options), algorithm)
     with pytest.raises(ValueError, match=f"the-draft.config.json: {words} does not fit the target's"):
         load(target, draft, algorithm)
+
+
+@pytest.mark.parametrize("more", [1, 8])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_vocabulary_with_tokens_after_the_targets(
+    own: bool, more: int, target: Path, tmp_path: Path
+) -> None:
+    """As many that are added to a tokenizer; 8 make another one."""
+    draft = make_draft(tmp_path / "draft", target, "EAGLE3")
+
+    def lengthen(state: State) -> None:
+        state["t2d"] = torch.cat([state["t2d"], torch.zeros(more, dtype=torch.bool)])
+        if own:
+            state["embed_tokens.weight"] = torch.zeros(VOCAB + more, HIDDEN)
+
+    change_tensors(draft, lengthen)
+    change_config(draft, lambda config: config.update(vocab_size=VOCAB + more))
+    if more == 1:
+        load(target, draft, "EAGLE3")
+        return
+    with pytest.raises(ValueError, match="it was made for another tokenizer"):
+        load(target, draft, "EAGLE3")
 
 
 def test_more_branches_than_draft_tokens(target: Path, tmp_path: Path) -> None:

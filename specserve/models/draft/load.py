@@ -154,7 +154,7 @@ def read_ids(source: DraftSource, rows: int, vocab: int) -> Tensor | None:
         raise ValueError(f"{file}: tensor d2t must give {wanted}")
     if rows < vocab and "t2d" in files:  # otherwise t2d is unused, and all false in EAGLE's own files
         kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-        if not torch.equal(files["t2d"].bool(), kept):
+        if not torch.equal(files["t2d"].bool()[:vocab], kept):
             file = files.file("t2d")
             raise ValueError(f"{file}: tensor t2d does not mark the target ids that d2t gives")
     source.note(f"vocabulary: {rows} tokens of the target's {vocab} (d2t)")

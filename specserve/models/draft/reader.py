@@ -39,6 +39,7 @@ _LAYER = {
     "mlp_bias": Part(tuple(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down"))),
     "qk_norm": Part(tuple(f"self_attn.{name}_norm.weight" for name in "qk")),
 }
+_ADDED = 8  # tokens after a target's, from which on a draft's vocabulary is another
 _FUSED = "norms the target's states before fc"
 
 
@@ -261,6 +262,15 @@ class Eagle3Reading(EagleReading):
         declared = self.source.get("target_hidden_size") or self.target.hidden_size
         why = "; it was made for another target"
         return self._fit("target_hidden_size", declared, self.target.hidden_size, why)
+
+    @property
+    def target_vocab_size(self) -> int:
+        """The tokens that its embedding has. A target's vocabulary may lack some that were added at the end."""
+        declared, size = self.source.config.get("vocab_size"), self.target.vocab_size
+        if type(declared) is not int or "d2t" not in self.source.files or not 0 < declared - size < _ADDED:
+            return super().target_vocab_size
+        self.source.note(f"vocab_size {declared}: the target's {size} tokens are its first")
+        return declared
 
     @cached_property
     def draft_vocab_size(self) -> int:
