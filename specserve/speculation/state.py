@@ -130,6 +130,8 @@ class DecodeState:
             aligned = -(-rows // _ALIGNED) * _ALIGNED
             return torch.zeros(count, aligned, dtype=column_dtype, device=device)[:, :rows]
 
+        # Every table begins at a multiple of 16 bytes: kernels are compiled for that.
+        width = positions // page_size + (tables > 1) * (positions // page_size % 2)
         self._integers_CR = columns(8, torch.int64)
         self._floats_CR = columns(7, sampler_dtype)
         root, length, limit, draft_cap_, top_k, seed, choice, bias_count = self._integers_CR
@@ -139,7 +141,7 @@ class DecodeState:
             length=length,
             feature=torch.zeros(rows, feature_size, dtype=dtype, device=device),
             tokens=torch.zeros(rows, positions, dtype=torch.int32, device=device),
-            pages=torch.zeros(tables, rows, positions // page_size, dtype=torch.int64, device=device),
+            pages=torch.zeros(tables, rows, width, dtype=torch.int64, device=device),
             limit=limit,
             draft_cap=draft_cap_,
         )
