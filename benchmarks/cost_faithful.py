@@ -38,7 +38,7 @@ from torch import Tensor
 from benchmarks.results import options
 from examples.bundled_model.save_target import target_config
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.models.checkpoint import DTYPES
 from specserve.models.config import layer_config, read_json, rope_config
 from specserve.models.read_config import load_model_config

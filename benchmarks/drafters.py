@@ -36,7 +36,7 @@ from benchmarks.steps import measure
 from examples.bundled_model.save_target import target_config
 from specserve import LLM
 from specserve.engine.memory import return_memory
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.methods import METHOD_NAMES, METHODS, DraftSettings, Method, register
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, building, file_tensors

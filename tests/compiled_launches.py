@@ -31,6 +31,7 @@ from specserve_kernels.ops.attention.attention import Workspace, attend_frontier
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import Gpu, Limits, assume
+from specserve_kernels.ops.experts.experts import route, run_experts
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
@@ -41,6 +42,7 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
+from specserve_kernels.reference.experts.experts import Experts, Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
@@ -527,6 +529,19 @@ def launch_wide(tokens: int) -> None:
     swap_ab_linear(x_TI, weight(28672, 4096), "silu")
 
 
+def launch_experts(tokens: int, correction: bool = False, biased: bool = False) -> None:
+    """Of Qwen3-30B-A3B's size, but fewer, or with groups and biases."""
+    count, size, inner, bf16 = 16, 2048, 768, torch.bfloat16
+    x_TH, bias_E = torch.zeros(tokens, size, dtype=bf16), torch.zeros(count) if correction else None
+    more: dict[str, Any] = {"groups": 4, "chosen_groups": 2, "group_best": 2} if correction else {}
+    routing = Routing(count, 8, "sigmoid" if correction else "softmax", **more)
+    routes = route(x_TH, weight(count, size), routing, bias_E, bias_E)
+    biases = [torch.zeros(count, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
+    stacked = weight(count * 2 * inner, size).unflatten(0, (count, -1)), weight(count * size, inner)
+    experts = Experts(stacked[0], stacked[1].unflatten(0, (count, -1)), *biases)
+    run_experts(x_TH, routes, experts, "silu", x_TH if correction else None)
+
+
 def main() -> None:
     checkpoints = Checkpoints(*map(Path, sys.argv[1:]))
     torch.set_num_threads(1)
@@ -543,6 +558,8 @@ def main() -> None:
         launch_wide(128)
         launch_attention(128, 20, 16, scales=KVScales(), whole=False)
         launch_packed(64, None)
+        for tokens in (1, 64, 400):
+            launch_experts(tokens)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
         compiler.until = "ttir"
@@ -554,6 +571,7 @@ def main() -> None:
         launch_drafted(checkpoints, "EAGLE3", {1: [PLAIN], 4: [FORETOLD], 20: [PLAIN]})
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 4: [PLAIN]}, integers=True)
+        launch_experts(4, correction=True, biased=True)
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
         launch_attention(256, 20, 16, whole=False)

@@ -17,7 +17,7 @@ from specserve.core import SamplingParams
 from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
 from specserve.layers.batch import GroupedQuery
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.linear import (
     FEW_CONVERTED,
     FEW_TOKENS,

@@ -9,7 +9,8 @@ import torch
 from specserve_kernels import Gate
 from torch import nn
 
-from specserve.layers.decoder import MLP, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import MLP
 from specserve.layers.linear import Linear, add_in_order, pack_linears
 from specserve.layers.norms import RMSNorm
 

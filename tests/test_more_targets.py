@@ -26,6 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3, capped": ("Gemma3", {"sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0}),
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
@@ -51,6 +52,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("Cwm", {"sliding_window": 9, "head_dim": 16, "bos_token_id": 0}),
     "exaone 4": ("Exaone4", {"sliding_window": 9}),
     "exaone 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "qwen3 moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2 moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral with windows": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3 with windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 9}),
     "olmo 2": ("Olmo2", {"attention_bias": True}),

@@ -28,7 +28,7 @@ from tests.engines import Answer, Checkpoints, answer_all, make_scheduler
 from tests.launches import followed
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
-from tests.reference.models import make_gemma3
+from tests.reference.models import make_gemma3, make_qwen3_moe
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
@@ -156,11 +156,17 @@ def gemma4_with_assistant(path: Path) -> tuple[Path, Path]:
     return target, make_assistant(path / "draft", target, agree=True, clusters=(16, 5), **sizes)
 
 
-@pytest.mark.parametrize("made", [gemma3_with_eagle3, gemma4_with_assistant])
-def test_windows(
+def experts_with_eagle3(path: Path) -> tuple[Path, Path]:
+    sizes = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 1}
+    target = make_qwen3_moe(path / "target", **sizes, branch_scale=0.1)
+    return target, make_eagle3(path / "draft", target)
+
+
+@pytest.mark.parametrize("made", [gemma3_with_eagle3, gemma4_with_assistant, experts_with_eagle3])
+def test_other_layers_than_llama_s(
     made: Callable[[Path], tuple[Path, Path]], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Of prompts before and after the end of one, in chunks; norms with wide weights and GELU on the way."""
+    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU and experts."""
     target, draft = made(tmp_path)
     settings = {
         "dtype": "float32",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
 from specserve.models.llama import LlamaModel

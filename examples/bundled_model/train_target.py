@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from examples.bundled_model.save_target import save_target
 from specserve.layers.batch import TokenBatch
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.checkpoint import load_target
 from specserve.models.config import ModelConfig

@@ -5,6 +5,8 @@ The references are the CPU backend and the oracle that the Triton versions are t
 
 from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
+from specserve_kernels.reference.experts import experts as _experts
+from specserve_kernels.reference.experts.experts import Experts, Routes, Routing
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.activation import Gate
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
@@ -77,6 +79,8 @@ rms_norm = dispatched(norm.rms_norm)
 root_level = dispatched(grow.root_level)
 round_inputs = dispatched(_quantize.round_inputs)
 rotary_store_kv = dispatched(rotary.rotary_store_kv)
+route = dispatched(_experts.route)
+run_experts = dispatched(_experts.run_experts)
 select_tree = dispatched(select.select_tree)
 single_nodes = dispatched(select.single_nodes)
 
@@ -87,6 +91,7 @@ __all__ = [
     "PAIRED",
     "Accepted",
     "Continuations",
+    "Experts",
     "Gate",
     "KVScales",
     "Level",
@@ -95,6 +100,8 @@ __all__ = [
     "Pool",
     "Prediction",
     "Rounded",
+    "Routes",
+    "Routing",
     "SlotTables",
     "Slots",
     "Sources",
@@ -144,6 +151,8 @@ __all__ = [
     "rotary_table",
     "round_inputs",
     "rounded_inputs",
+    "route",
+    "run_experts",
     "runs_triton",
     "select_tree",
     "single_nodes",

@@ -5,62 +5,18 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from specserve_kernels import Gate, Rounded
+from specserve_kernels import Rounded
 from torch import Tensor, nn
 
-from specserve.kv.spec import HeadKV
-from specserve.layers.batch import Attend, GroupedQuery, Softmax
-from specserve.layers.linear import PLAIN
+from specserve.layers.batch import Attend, GroupedQuery
+from specserve.layers.config import LayerConfig
+from specserve.layers.experts import ExpertsMLP
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope
-from specserve.layers.weights import Projection, WeightFormat
-
-
-@dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
-    q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
-    rotates. ``softmax``: its scale and window. ``reads``: the layer whose keys and values it attends to, None: its own.
-    Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its own that
-    it takes for each token. ``update_scale`` multiplies what its blocks add to the stream. ``rotated``: channels of a
-    head that are rotated, 0: all. ``fused``: a file has q, k and v as one
-    projection, and gate and up. ``weights``: how its projections are stored."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    input_size: int
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool | Literal["whole"] = False
-    rope: int = 0
-    softmax: Softmax = field(default_factory=Softmax)
-    activation: Gate = "silu"
-    reads: int | None = None
-    v_proj: bool = True
-    token_inputs: int = 0
-    update_scale: float = 1.0
-    rotated: int = 0
-    fused: bool = False
-    weights: WeightFormat = PLAIN
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Heads of q, k and v that it projects, in the order of a packed row."""
-        kv_heads = self.num_kv_heads if self.reads is None else 0
-        return self.num_heads, kv_heads, kv_heads if self.v_proj else 0
-
-    def kv(self, dtype: torch.dtype) -> HeadKV:
-        """Return the layout of its KV cache."""
-        return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)
+from specserve.layers.weights import Projection
 
 
 class Attention(nn.Module):
@@ -124,11 +80,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated feed-forward with a fused gate and up projection."""
+    """Gated feed-forward with a fused gate and up projection. ``module``: its name in the layer."""
 
-    def __init__(self, config: LayerConfig, layer: int) -> None:
+    def __init__(self, config: LayerConfig, layer: int, module: str = "mlp") -> None:
         super().__init__()
-        name, size, inner = f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size
+        name, size, inner = f"layers.{layer}.{module}", config.hidden_size, config.intermediate_size
         new = config.weights.projection
         self.activation = config.activation
         parts = {"gate_up_proj": 2 * inner} if config.fused else {"gate_proj": inner, "up_proj": inner}
@@ -158,7 +114,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_class(config, layer, norm)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = self.mlp_class(config, layer)
+        if config.experts is None:
+            self.mlp: nn.Module = self.mlp_class(config, layer)
+        else:
+            self.mlp = ExpertsMLP(config, layer, self.mlp_class)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Do the same as ``enter``, with the tokens' embeddings as the stream."""

@@ -225,7 +225,7 @@ def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:
     """
     holders = Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
     for name, child in module.named_modules():
-        if isinstance(child, Linear) and packs(child.weight):
+        if isinstance(child, Linear) and not child.stacked and packs(child.weight):
             child.pack(keep_weight=holders[id(child.weight)] > 1 or name.endswith(tuple(keep)))
 
 

@@ -18,10 +18,11 @@ class Projection(nn.Module):
     """``x @ weight.T + bias`` in one weight format; the base class of all formats.
 
     ``parts``: the file's projections that are stacked in this one, with their numbers of outputs. Empty: a single
-    projection of the same name.
+    projection of the same name. ``stacked``: its rows are weights of several experts, and are never used together.
     """
 
     parts: Mapping[str, int]
+    stacked: bool = False
 
     @property
     def device(self) -> torch.device:

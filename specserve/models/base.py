@@ -12,7 +12,8 @@ from specserve_kernels import Gate
 from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
-from specserve.layers.decoder import DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
@@ -27,7 +28,8 @@ class TargetModel(nn.Module):
     geometry, ``read_layers`` repeats it for every layer, and ``read_ropes`` returns the rotary embeddings that layers
     choose from. They raise ValueError naming a field that they can't serve. ``unread``: parts of the names of tensors
     that a file may have without a parameter for them. ``beside``: beginnings of the names of a vision-language file's
-    other parts, without ``model.``. ``activations``: what values of ``activation_field`` mean.
+    other parts, without ``model.``. ``renamed``: a part of names here, and what files have in its place.
+    ``activations``: what values of ``activation_field`` mean.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -35,6 +37,7 @@ class TargetModel(nn.Module):
     beside: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
     )
+    renamed: ClassVar[tuple[str, str]] = ("", "")
     activations: ClassVar[Mapping[str, Gate]] = ACTIVATIONS
     activation_field: ClassVar[str] = "hidden_act"
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer

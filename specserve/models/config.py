@@ -14,7 +14,7 @@ from specserve_kernels import Gate
 
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import Softmax
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.layers.weights import WeightFormat
@@ -70,6 +70,7 @@ class ModelConfig:
             "update_scale": 1.0,
             "rotated": 0,
             "fused": False,
+            "experts": None,
         }
         return replace(self.layers[self.kv_layers - 1], weights=PLAIN, **llama)
 

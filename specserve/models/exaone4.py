@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from specserve.layers.decoder import DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import NO_ROPE, RopeConfig
 from specserve.models.config import rope_config, with_windows

@@ -16,7 +16,8 @@ from specserve_kernels import Rounded
 from torch import Tensor
 
 from specserve.layers.batch import Attend, Softmax
-from specserve.layers.decoder import DecoderLayer, LayerConfig, reader_of
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer, reader_of
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.config import ropes_by_kind, with_windows

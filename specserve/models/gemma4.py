@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.batch import Attend, Softmax
-from specserve.layers.decoder import Attention, DecoderLayer, LayerConfig, reader_of
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.norms import RMSNorm, UnitRMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.config import FULL, SLIDING, ModelConfig, ropes_by_kind, with_windows

@@ -10,7 +10,8 @@ from specserve_kernels import Rounded
 from torch import Tensor
 
 from specserve.layers.batch import Attend, Softmax
-from specserve.layers.decoder import DecoderLayer, LayerConfig, reader_of
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer, reader_of
 from specserve.layers.rotary import Rope
 from specserve.models.llama import LlamaModel
 from specserve.models.scaled import ScaledModel

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.batch import Softmax
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import with_windows
 

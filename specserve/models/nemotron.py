@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from specserve_kernels import Gate, Rounded
 from torch import Tensor
 
-from specserve.layers.decoder import MLP, DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import MLP, DecoderLayer
 from specserve.layers.norms import LayerNorm, RMSNorm
 from specserve.layers.rotary import RopeConfig
 from specserve.models.llama import LlamaModel

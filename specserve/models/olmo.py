@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.batch import Attend
-from specserve.layers.decoder import MLP, Attention, DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel

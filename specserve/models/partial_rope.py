@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specserve.layers.decoder import Attention, DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.models.config import check_rope_fields, rope_config

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specserve.layers.batch import Softmax
-from specserve.layers.decoder import DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.partial_rope import PartialLayer, partial_rope, rotated

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
 _OUTER = ("architectures", "tie_word_embeddings")
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
@@ -57,8 +58,12 @@ def load_model_config(
     architecture = text_part(architectures[0], fields.get("model_type"), path)
     model = model_class(architecture, path)
     fields = {**model.defaults, **fields}
-    check(fields, path, COUNT, "vocab_size", "num_hidden_layers")
-    check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
+    if fields.get("use_sliding_window") is False:
+        fields["sliding_window"] = None
+    check(
+        fields, path, COUNT, "vocab_size", "num_hidden_layers", *(n for n in _EXPERTS if n in model.defaults)
+    )
+    check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window", "num_local_experts")
     check(fields, path, NUMBER, *(name for name in _POSITIVE if name in model.defaults))
     check(fields, path, NUMBER.or_null, "final_logit_softcapping")
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.rotary import NO_ROPE, RopeConfig
 from specserve.models.config import rope_config, with_windows
 from specserve.models.llama import LlamaModel

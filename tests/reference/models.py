@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,25 @@ def make_gemma3(
 
 
 PATTERN = ("sliding", "sliding", "full")
+
+
+def make_qwen3_moe(path: Path, *, experts: int = 6, inner: int = 24, **options: Any) -> Path:
+    """A Qwen3 whose layers but the first have experts, of which a token goes through two."""
+    state, config = load_checkpoint(make_qwen3(path, **options))
+    draws, hidden = Draws(5), config["hidden_size"]
+    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    for layer in range(1, config["num_hidden_layers"]):
+        module = f"model.layers.{layer}.mlp"
+        scale = state[f"{module}.down_proj.weight"].std().item()
+        for name in sizes:
+            del state[f"{module}.{name}.weight"]
+        state[f"{module}.gate.weight"] = draws.matrix(experts, hidden, 1.0)
+        for expert, (name, shape) in product(range(experts), sizes.items()):
+            std = scale if name == "down_proj" else 0.2
+            state[f"{module}.experts.{expert}.{name}.weight"] = draws.matrix(*shape, std)
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+    return save_checkpoint(path, state, config | {"norm_topk_prob": True}, safetensors=True)
 
 
 def make_mimo(path: Path, **options: Any) -> Path:

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specserve.layers.decoder import MLP, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import MLP
 from specserve.models.config import ModelConfig
 from specserve.models.llama import LlamaModel
 

@@ -21,7 +21,8 @@ from specserve_kernels import Rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
-from specserve.layers.decoder import DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.rotary import rope_fields
 from specserve.methods import DraftSettings, method_of
 from specserve.models.base import TargetModel

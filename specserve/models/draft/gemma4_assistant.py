@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, TokenBatch
-from specserve.layers.decoder import DecoderLayer, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.linear import Linear
 from specserve.methods import MODEL_TYPES, DraftSettings
 from specserve.models.base import TargetModel

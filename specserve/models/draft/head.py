@@ -14,7 +14,8 @@ from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
-from specserve.layers.decoder import MLP, Attention, LayerConfig
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import MLP, Attention
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection

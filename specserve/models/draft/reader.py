@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from specserve.layers.decoder import LayerConfig
+from specserve.layers.config import LayerConfig
 from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.fields import FLAG, LIST, check_fields

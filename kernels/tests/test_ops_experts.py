@@ -1,0 +1,147 @@
+"""Mixtures of experts: the router's choice against plain Python, and the Triton kernels against the reference.
+
+On a CPU the kernels are interpreted, in float32; on a GPU they run, in all of their types.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from specserve_kernels.ops.experts import experts as ops
+from specserve_kernels.reference.experts import experts as reference
+from specserve_kernels.reference.experts.experts import Experts, Routes, Routing
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ROUTINGS = {
+    "softmax of all": Routing(8, 2),
+    "not normalized, scaled": Routing(6, 3, normalize=False, scale=16.0),
+    "sigmoid": Routing(12, 4, scores="sigmoid", scale=2.5),
+    "best group": Routing(20, 3, normalize=False, groups=4, chosen_groups=2),
+    "two best of a group": Routing(24, 4, scores="sigmoid", groups=4, chosen_groups=2, group_best=2),
+    "one of many": Routing(130, 1),
+}
+
+
+def plain_choice(logits: list[float], correction: list[float], routing: Routing) -> dict[int, float]:
+    """The experts of one token, with their weights, as published."""
+    if routing.scores == "softmax":
+        total = sum(map(math.exp, logits))
+        scores = [math.exp(each) / total for each in logits]
+    else:
+        scores = [1 / (1 + math.exp(-each)) for each in logits]
+    wish = [score + more for score, more in zip(scores, correction, strict=True)]
+    size = routing.experts // routing.groups
+    groups = [range(first, first + size) for first in range(0, routing.experts, size)]
+    good = [sum(sorted((wish[e] for e in group), reverse=True)[: routing.group_best]) for group in groups]
+    kept = sorted(range(len(groups)), key=lambda g: (-good[g], g))[: routing.chosen_groups]
+    allowed = [e for g in kept for e in groups[g]]
+    chosen = sorted(sorted(allowed, key=lambda e: (-wish[e], e))[: routing.chosen])
+    total = sum(scores[e] for e in chosen) if routing.normalize else 1
+    return {e: scores[e] / total * routing.scale for e in chosen}
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("module", [reference, ops], ids=["reference", "ops"])
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_tokens_choose_as_published(routing: Routing, module: object, corrected: bool) -> None:
+    torch.manual_seed(0)
+    x_TH = torch.randn(19, 40, device=DEVICE)
+    weight_EH, bias_E = torch.randn(routing.experts, 40, device=DEVICE) / 4, torch.randn(routing.experts)
+    correction_E = torch.randn(routing.experts, device=DEVICE) / 2 if corrected else None
+    routes = module.route(x_TH, weight_EH, routing, bias_E.to(DEVICE), correction_E)  # type: ignore[attr-defined]
+    logits = (x_TH.double() @ weight_EH.double().T).cpu() + bias_E
+    correction = [0.0] * routing.experts if correction_E is None else correction_E.tolist()
+    assert routes.expert_TK.dtype == torch.int32
+    for row, experts, weights in zip(logits.tolist(), *map(Tensor.tolist, routes), strict=True):
+        wanted = plain_choice(row, correction, routing)
+        assert experts == [*wanted]
+        assert weights == pytest.approx([*wanted.values()], rel=1e-4)
+
+
+@pytest.mark.parametrize("module", [reference, ops], ids=["reference", "ops"])
+def test_of_equal_experts_and_groups_the_first_are_chosen(module: object) -> None:
+    x_TH, weight_EH = torch.ones(2, 16, device=DEVICE), torch.zeros(16, 16, device=DEVICE)
+    weight_EH[5:9] = 1.0
+    routing = Routing(16, 3)
+    route = module.route  # type: ignore[attr-defined]
+    assert route(x_TH, weight_EH, routing).expert_TK.tolist() == [[5, 6, 7]] * 2
+    grouped = replace(routing, chosen=4, groups=4, chosen_groups=1)
+    assert route(x_TH, weight_EH, grouped).expert_TK.tolist() == [[4, 5, 6, 7]] * 2, "8 is as good"
+    assert (
+        route(x_TH, 0 * weight_EH, replace(grouped, chosen_groups=2)).expert_TK.tolist() == [[0, 1, 2, 3]] * 2
+    )
+
+
+def drawn(
+    tokens: int, count: int, chosen: int, size: int, inner: int, biased: bool, dtype: torch.dtype
+) -> tuple[Tensor, Routes, Experts]:
+    torch.manual_seed(tokens)
+    x_TH = torch.randn(tokens, size)
+    routes = reference.route(x_TH, torch.randn(count, size) / size**0.5, Routing(count, chosen))
+    weights = [torch.randn(count, 2 * inner, size) / size**0.5, torch.randn(count, size, inner) / inner**0.5]
+    biases = [torch.randn(count, 2 * inner), torch.randn(count, size)] if biased else [None, None]
+    made = [None if each is None else each.to(DEVICE, dtype) for each in (*weights, *biases)]
+    return x_TH.to(DEVICE, dtype), Routes(*(each.to(DEVICE) for each in routes)), Experts(*made)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "count", "chosen", "size", "inner", "biased"),
+    [
+        (1, 8, 2, 48, 24, False),
+        (3, 5, 5, 130, 70, True),
+        (40, 6, 2, 64, 32, False),
+        (70, 4, 3, 40, 136, True),
+        (150, 2, 1, 32, 16, False),
+    ],
+)
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_sums_of_experts(
+    tokens: int, count: int, chosen: int, size: int, inner: int, biased: bool, dtype: torch.dtype, gate: str
+) -> None:
+    x_TH, routes, experts = drawn(tokens, count, chosen, size, inner, biased, dtype)
+    shared_TH = torch.randn_like(x_TH) if biased else None
+    found = ops.run_experts(x_TH, routes, experts, gate, shared_TH)  # type: ignore[arg-type]
+    wide = Experts(*(None if each is None else each.double() for each in experts))  # type: ignore[arg-type]
+    shared = None if shared_TH is None else shared_TH.double()
+    expected = reference.run_experts(x_TH.double(), routes, wide, gate, shared)  # type: ignore[arg-type]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("tokens", [3, 90])
+def test_many_pairs_are_sorted_like_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expert_TK = torch.randint(0, 37, (tokens, 4), dtype=torch.int32, device=DEVICE)
+    few = ops.sort_pairs(expert_TK, 40)
+    monkeypatch.setattr(ops, "FEW_PAIRS", 0)
+    for one, other in zip(few, ops.sort_pairs(expert_TK, 40), strict=True):
+        assert one.dtype == other.dtype == torch.int32
+        assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_s_bits_depend_on_no_other_token(dtype: torch.dtype) -> None:
+    """Alone, next to others, and in tiles of all sizes."""
+    sizes = (300, 8, 2, 96, 48) if ON_GPU else (20, 3, 2, 32, 16)
+    x_TH, routes, experts = drawn(*sizes, True, dtype)
+    whole = ops.run_experts(x_TH, routes, experts, "silu")
+    counts = itertools.chain([1] * 4, [7, 50, 200]) if ON_GPU else [1, 4]
+    first = 0
+    for count in counts:
+        rows = slice(first, first + count)
+        part = ops.run_experts(x_TH[rows], Routes(*(each[rows] for each in routes)), experts, "silu")
+        assert torch.equal(part, whole[rows])
+        first += count
+    one = ops.route(x_TH[:1], experts.down_EHI[:, 0].repeat(1, 2).contiguous(), Routing(sizes[1], 2))
+    many = ops.route(x_TH, experts.down_EHI[:, 0].repeat(1, 2).contiguous(), Routing(sizes[1], 2))
+    assert all(torch.equal(a, b[:1]) for a, b in zip(one, many, strict=True))

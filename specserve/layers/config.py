@@ -1,0 +1,75 @@
+"""The geometry of a decoder layer, and of its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from specserve_kernels import Gate, Routing
+
+from specserve.kv.spec import HeadKV
+from specserve.layers.batch import Softmax
+from specserve.layers.linear import PLAIN
+from specserve.layers.weights import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """``inner_size``: of each expert. ``shared_size``: of the MLP that all tokens go through too, 0: there is none;
+    ``shared_gate``: its output is weighed by a sigmoid. ``router_bias``: the router's logits have one.
+    ``correction``: so has its choice. ``module``: its name in files, and ``parts`` those of an expert's projections:
+    gate, up and down."""
+
+    routing: Routing
+    inner_size: int
+    shared_size: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    correction: bool = False
+    module: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
+    q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
+    rotates. ``softmax``: its scale and window. ``reads``: the layer whose keys and values it attends to, None: its own.
+    Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its own that
+    it takes for each token. ``update_scale`` multiplies what its blocks add to the stream. ``rotated``: channels of a
+    head that are rotated, 0: all. ``fused``: a file has q, k and v as one projection, and gate and up. ``experts``:
+    stand in place of its MLP. ``weights``: how its projections are stored."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    input_size: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    rope: int = 0
+    softmax: Softmax = field(default_factory=Softmax)
+    activation: Gate = "silu"
+    reads: int | None = None
+    v_proj: bool = True
+    token_inputs: int = 0
+    update_scale: float = 1.0
+    rotated: int = 0
+    fused: bool = False
+    experts: ExpertsConfig | None = None
+    weights: WeightFormat = PLAIN
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Heads of q, k and v that it projects, in the order of a packed row."""
+        kv_heads = self.num_kv_heads if self.reads is None else 0
+        return self.num_heads, kv_heads, kv_heads if self.v_proj else 0
+
+    def kv(self, dtype: torch.dtype) -> HeadKV:
+        """Return the layout of its KV cache."""
+        return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)

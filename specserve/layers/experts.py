@@ -1,0 +1,93 @@
+"""A mixture of experts in a decoder layer, in place of its MLP.
+
+Shapes: T tokens, H hidden size, E experts, K chosen for each token, I inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import specserve_kernels as kernels
+import torch
+from specserve_kernels import Rounded, Routes
+from torch import Tensor, nn
+
+from specserve.layers.config import ExpertsConfig, LayerConfig
+from specserve.layers.linear import Linear
+
+
+class Router(nn.Module):
+    """Chooses experts. Its parameters have the names of checkpoints."""
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.routing = config.routing
+        count = config.routing.experts
+        self.weight = nn.Parameter(torch.empty(count, hidden_size))
+        self.bias = nn.Parameter(torch.empty(count)) if config.router_bias else None
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.empty(count, dtype=torch.float32)) if config.correction else None
+        )
+
+    def forward(self, x_TH: Tensor) -> Routes:
+        return kernels.route(x_TH, self.weight, self.routing, self.bias, self.e_score_correction_bias)
+
+
+class Experts(nn.Module):
+    """The weights of all experts, stacked in two projections, whose parts are each expert's."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__()
+        assert config.experts is not None
+        name, size = f"layers.{layer}.{config.experts.module}.experts", config.hidden_size
+        (*gate_up_parts, down), inner = config.experts.parts, config.experts.inner_size
+        self.sizes = config.experts.routing.experts, -1
+        numbers, new = range(config.experts.routing.experts), config.weights.projection
+        gate_up = {f"{n}.{part}": inner for n in numbers for part in gate_up_parts}
+        self.gate_up_proj = new(name, size, gate_up, config.mlp_bias)
+        self.down_proj = new(name, inner, {f"{n}.{down}": size for n in numbers}, config.mlp_bias)
+        for each in (self.gate_up_proj, self.down_proj):
+            if not isinstance(each, Linear):
+                words = config.weights.words
+                raise ValueError(f"experts with {words} are not supported: expected weights of 16 or 32 bits")
+            each.stacked = True
+
+    @property
+    def stacked(self) -> kernels.Experts:
+        """All weights, in the model's dtype."""
+        (gate_up, gate_up_bias), (down, down_bias) = (
+            (weight.unflatten(0, self.sizes), None if bias is None else bias.unflatten(0, self.sizes))
+            for weight, bias in (self.gate_up_proj.rows(None), self.down_proj.rows(None))
+        )
+        return kernels.Experts(gate_up, down, gate_up_bias, down_bias)
+
+
+class ExpertsMLP(nn.Module):
+    """Adds the outputs of each token's experts, and of the shared one, a ``mlp_class``."""
+
+    def __init__(
+        self, config: LayerConfig, layer: int, mlp_class: Callable[[LayerConfig, int, str], nn.Module]
+    ) -> None:
+        super().__init__()
+        assert config.experts is not None
+        mine = config.experts
+        self.activation = config.activation
+        self.gate = Router(mine, config.hidden_size)
+        self.experts = Experts(config, layer)
+        self.shared_expert = self.shared_expert_gate = None
+        if mine.shared_size:
+            shared = replace(config, intermediate_size=mine.shared_size)
+            self.shared_expert = mlp_class(shared, layer, "mlp.shared_expert")
+            if mine.shared_gate:
+                self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(x_TH, Tensor)
+        shared_TH = None
+        if self.shared_expert is not None:
+            shared_TH, _ = self.shared_expert(x_TH, residual_TH)
+            if self.shared_expert_gate is not None:
+                shared_TH = self.shared_expert_gate(x_TH).sigmoid() * shared_TH
+        routes, stacked = self.gate(x_TH), self.experts.stacked
+        return kernels.run_experts(x_TH, routes, stacked, self.activation, shared_TH), residual_TH
