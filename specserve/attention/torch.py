@@ -128,8 +128,7 @@ class TorchAttention:
             if window is not None:
                 visible_B1L &= position_L >= prefix_B11 + entries - window
                 scratch_BKA = scratch_BKA[..., max(entries - window, 0) :]
-            visible_BKL = visible_B1L.repeat(1, queries, 1).scatter_(2, scratch_BKA, True)
-            return visible_BKL if entries else _finite(visible_BKL)
+            return visible_B1L.repeat(1, queries, 1).scatter_(2, scratch_BKA, True)
 
         return _Plan(self.page_size, queries, visible)
 
@@ -140,12 +139,10 @@ class TorchAttention:
 
 
 def _from(kv_start: int, position_L: Tensor, visible_BNL: Tensor) -> Tensor:
-    """Hide positions before ``kv_start``."""
-    return _finite(visible_BNL & (position_L >= kv_start)) if kv_start else visible_BNL
-
-
-def _finite(visible_BNL: Tensor) -> Tensor:
-    """Let what sees nothing see everything, so that its softmax is finite."""
+    """Hide positions before ``kv_start``. What then sees nothing sees everything, so that its softmax is finite."""
+    if not kv_start:
+        return visible_BNL
+    visible_BNL = visible_BNL & (position_L >= kv_start)
     return visible_BNL | ~visible_BNL.any(-1, keepdim=True)
 
 
