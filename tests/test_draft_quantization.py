@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specserve.config.settings import FP8_KV
 from specserve.core import SamplingParams
-from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
+from specserve.layers import norms as norm_layers
 from specserve.layers.batch import GroupedQuery
 from specserve.layers.config import LayerConfig
 from specserve.layers.linear import (
@@ -219,7 +219,7 @@ def test_who_writes_inputs_rounds_them(
     calls = {}
     for alone in (False, True):
         with (
-            patch.object(decoder, "add_rms_norm_rounded", wraps=decoder.add_rms_norm_rounded) as norm,
+            patch.object(norm_layers, "add_rms_norm_rounded", wraps=norm_layers.add_rms_norm_rounded) as norm,
             patch.object(draft_head, "pair_inputs_rounded", wraps=draft_head.pair_inputs_rounded) as pair,
             ExitStack() as stack,
         ):

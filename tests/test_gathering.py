@@ -38,8 +38,8 @@ class Arrivals:
             since += [each for each in came if each <= self.now]
             came = [each for each in came if each > self.now]
             if since and not self.gathering.waits(len(since), self.others):
-                for _ in since:
-                    self.gathering.admitted()
+                for each in since:
+                    self.gathering.admitted(each)
                 self.waited = max(self.waited, self.now - since[0])
                 self.launches.append(len(since))
                 since = []
@@ -122,13 +122,24 @@ def test_a_lone_prompt_does_not_wait_for_others_that_do_not_come(arrivals: Any) 
 
 
 def test_nobody_waits_for_long(arrivals: Any) -> None:
-    """The last of many that came at once."""
-    many = arrivals(256)
-    many.come(100, every=0.0005)
-    many.launches.clear()
-    many.come(1, every=1)
-    assert many.launches == [1]
-    assert MOST_GATHERING / 2 < many.waited <= MOST_GATHERING + 0.002
+    """The last of many that came shortly before."""
+    for running, most in ((256, MOST_GATHERING), (4, 2 * 4 * FIXED)):
+        many = arrivals(running)
+        many.come(100, every=0.0015)
+        many.launches.clear()
+        many.come(1, every=1)
+        assert many.launches == [1]
+        assert most / 2 < many.waited <= most + 0.002
+
+
+def test_the_last_of_a_call_does_not_wait_for_others(arrivals: Any) -> None:
+    """The prompts of a call come together, and a launch does not hold them all."""
+    offline = arrivals(64)
+    for _ in range(64):
+        offline.gathering.admitted(offline.now)
+    offline.come(1, every=1)
+    assert offline.launches == [1]
+    assert offline.waited <= 0.002
 
 
 def test_the_engine_keeps_decoding_while_prompts_wait(agreeing: Checkpoints) -> None:

@@ -47,7 +47,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
         model = str(BUNDLED_MODEL)
         notes[f"model_path = {model}: none was given, serving the bundled model"] = CHOSEN
     model_path = places.directory("--model-path", model, settings.revision)
-    draft = _draft(settings, model_path, places)
+    tokenizer, draft = _tokenizer(settings, model_path, places), _draft(settings, model_path, places)
     algorithm = settings.speculative_algorithm
     if draft is not None and settings.method is not None and (named := fitting(algorithm, Path(draft))):
         if named != algorithm:
@@ -60,7 +60,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
         model_path=str(model_path),
         revision=None,
         download_dir=None,
-        tokenizer_path=_tokenizer(settings, model_path, places),
+        tokenizer_path=tokenizer,
         served_model_name=settings.served_model_name or _names(model, model_path),
         speculative_algorithm=algorithm,
         speculative_draft_model_path=draft,

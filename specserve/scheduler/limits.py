@@ -20,6 +20,7 @@ CALM = 16  # successful launches after which limits rise
 FORGET = 0.98  # of prompt launches, at each one
 RATE_SECONDS = 0.5  # over which prompts are counted
 MOST_GATHERING = 0.1  # seconds
+TOGETHER = 0.001  # seconds between prompts that come together
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,13 @@ class Gathering:
 
     Of k prompts that come at ``rate`` a second and go together, each waits for ``(k - 1) / (2 rate)`` on average, and
     its share of the fixed part makes ``running`` requests wait for ``fixed / k``. Their sum is least at ``k = sqrt(2
-    rate running fixed)``. ``fixed`` is learned by linear regression of launches' seconds on their tokens.
+    rate running fixed)``. ``fixed`` is learned by linear regression of launches' seconds on their tokens. Prompts that
+    come together count as one, because no others may follow, and none waits for longer than it can save.
     """
 
     _rate: float = 0.0
     _counted: float = 0.0  # when the rate was
+    _came: float = 0.0  # when the latest prompt did
     _began: float | None = None  # when the waiting prompts began to wait
     _sums: Floats = field(default_factory=lambda: np.zeros(5))
 
@@ -114,13 +117,14 @@ class Gathering:
         self._counted = now
         self._began = now if self._began is None else self._began
         others = 0 if any(request.prefilling for request in running) else len(running)
-        enough = prompts * prompts >= 2 * self._rate * others * self.fixed
-        return not enough and now - self._began < MOST_GATHERING
+        saved = 2 * others * self.fixed
+        enough = prompts * prompts >= saved * self._rate
+        return not enough and now - self._began < min(saved / prompts, MOST_GATHERING)
 
-    def admitted(self) -> None:
-        """Count a prompt that waits no longer."""
-        self._rate += 1 / RATE_SECONDS
-        self._began = None
+    def admitted(self, came: float) -> None:
+        """Count a prompt that waits no longer, and when it came."""
+        self._rate += (came - self._came > TOGETHER) / RATE_SECONDS
+        self._came, self._began = max(came, self._came), None
 
     def ran(self, tokens: int, seconds: float) -> None:
         """Learn from a launch."""

@@ -184,7 +184,7 @@ class Scheduler:
                 self._refused = request, self.memory.changes
                 return
             self.waiting.take(request.rid)
-            self._gathering.admitted()
+            self._gathering.admitted(request.submitted)
             self._refused = None
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted

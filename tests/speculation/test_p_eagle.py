@@ -274,7 +274,7 @@ NAMES = "mask_token_id, pard_token, ptd_token_id"
             {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
             r"config\.json: speculative_tokens must be a positive integer, found 0",
         ),
-        ({"vocab_size": 70}, "vocab_size 70 does not fit the target's 64"),
+        ({"vocab_size": 80}, "vocab_size 80 does not fit the target's 64"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3]}},
             "tensor fc.weight has 96 columns, expected 64",
