@@ -42,7 +42,7 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.reference.experts.experts import Experts, Routing
+from specserve_kernels.reference.experts.experts import ExpertWeights, Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
@@ -538,7 +538,7 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False) 
     routes = route(x_TH, weight(count, size), routing, bias_E, bias_E)
     biases = [torch.zeros(count, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
     stacked = weight(count * 2 * inner, size).unflatten(0, (count, -1)), weight(count * size, inner)
-    experts = Experts(stacked[0], stacked[1].unflatten(0, (count, -1)), *biases)
+    experts = ExpertWeights(stacked[0], stacked[1].unflatten(0, (count, -1)), *biases)
     run_experts(x_TH, routes, experts, "silu", x_TH if correction else None)
 
 

@@ -35,6 +35,7 @@ def test_every_text_is_identical(tmp_path: Path) -> None:
     [
         ({"num_experts_per_tok": 7}, "num_experts_per_tok must be 1 to the number of experts 6, found 7"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, found 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, found 0"),
         ({"num_experts": "six"}, "num_experts must be a positive integer, found 'six'"),
     ],
 )

@@ -6,7 +6,7 @@ The references are the CPU backend and the oracle that the Triton versions are t
 from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.experts import experts as _experts
-from specserve_kernels.reference.experts.experts import Experts, Routes, Routing
+from specserve_kernels.reference.experts.experts import ExpertWeights, Routes, Routing
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.activation import Gate
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
@@ -91,7 +91,7 @@ __all__ = [
     "PAIRED",
     "Accepted",
     "Continuations",
-    "Experts",
+    "ExpertWeights",
     "Gate",
     "KVScales",
     "Level",

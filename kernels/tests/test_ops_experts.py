@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from specserve_kernels.ops.experts import experts as ops
 from specserve_kernels.reference.experts import experts as reference
-from specserve_kernels.reference.experts.experts import Experts, Routes, Routing
+from specserve_kernels.reference.experts.experts import ExpertWeights, Routes, Routing
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -84,14 +84,14 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(module: object) -> Non
 
 def drawn(
     tokens: int, count: int, chosen: int, size: int, inner: int, biased: bool, dtype: torch.dtype
-) -> tuple[Tensor, Routes, Experts]:
+) -> tuple[Tensor, Routes, ExpertWeights]:
     torch.manual_seed(tokens)
     x_TH = torch.randn(tokens, size)
     routes = reference.route(x_TH, torch.randn(count, size) / size**0.5, Routing(count, chosen))
     weights = [torch.randn(count, 2 * inner, size) / size**0.5, torch.randn(count, size, inner) / inner**0.5]
     biases = [torch.randn(count, 2 * inner), torch.randn(count, size)] if biased else [None, None]
     made = [None if each is None else each.to(DEVICE, dtype) for each in (*weights, *biases)]
-    return x_TH.to(DEVICE, dtype), Routes(*(each.to(DEVICE) for each in routes)), Experts(*made)  # type: ignore[arg-type]
+    return x_TH.to(DEVICE, dtype), Routes(*(each.to(DEVICE) for each in routes)), ExpertWeights(*made)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +112,7 @@ def test_sums_of_experts(
     x_TH, routes, experts = drawn(tokens, count, chosen, size, inner, biased, dtype)
     shared_TH = torch.randn_like(x_TH) if biased else None
     found = ops.run_experts(x_TH, routes, experts, gate, shared_TH)  # type: ignore[arg-type]
-    wide = Experts(*(None if each is None else each.double() for each in experts))  # type: ignore[arg-type]
+    wide = ExpertWeights(*(None if each is None else each.double() for each in experts))  # type: ignore[arg-type]
     shared = None if shared_TH is None else shared_TH.double()
     expected = reference.run_experts(x_TH.double(), routes, wide, gate, shared)  # type: ignore[arg-type]
     assert found.dtype == dtype

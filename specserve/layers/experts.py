@@ -54,13 +54,13 @@ class Experts(nn.Module):
             each.stacked = True
 
     @property
-    def stacked(self) -> kernels.Experts:
+    def stacked(self) -> kernels.ExpertWeights:
         """All weights, in the model's dtype."""
         (gate_up, gate_up_bias), (down, down_bias) = (
             (weight.unflatten(0, self.sizes), None if bias is None else bias.unflatten(0, self.sizes))
             for weight, bias in (self.gate_up_proj.rows(None), self.down_proj.rows(None))
         )
-        return kernels.Experts(gate_up, down, gate_up_bias, down_bias)
+        return kernels.ExpertWeights(gate_up, down, gate_up_bias, down_bias)
 
 
 class ExpertsMLP(nn.Module):

@@ -20,13 +20,13 @@ class Qwen3MoeModel(Qwen3Model):
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
         "shared_expert_intermediate_size": 0,
     }
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        layers = super().read_layers(layer, fields)
-        return with_experts(layers, fields)
+        return with_experts(super().read_layers(layer, fields), fields)
 
 
 class Qwen2MoeModel(Qwen2Model):
@@ -38,6 +38,7 @@ class Qwen2MoeModel(Qwen2Model):
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
         "shared_expert_intermediate_size": 5632,
     }
 
@@ -53,7 +54,7 @@ class Qwen2MoeModel(Qwen2Model):
 def with_experts(layers: list[LayerConfig], fields: Mapping[str, Any]) -> list[LayerConfig]:
     """Give layers experts: every ``decoder_sparse_step``-th but those in ``mlp_only_layers``. Transformers 5 writes
     their number as ``num_local_experts``."""
-    step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers") or ()
+    step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or ()
     shared = fields["shared_expert_intermediate_size"]
     experts = ExpertsConfig(
         routing(fields.get("num_local_experts") or fields["num_experts"], fields),
@@ -65,9 +66,9 @@ def with_experts(layers: list[LayerConfig], fields: Mapping[str, Any]) -> list[L
     return [replace(each, experts=experts if yes else None) for each, yes in zip(layers, chosen, strict=True)]
 
 
-def routing(experts: int, fields: Mapping[str, Any], **more: Any) -> Routing:
+def routing(experts: int, fields: Mapping[str, Any]) -> Routing:
     """Return how tokens choose experts. Raises ValueError for a number that they can't choose."""
     chosen = fields["num_experts_per_tok"]
     if not 0 < chosen <= experts:
         raise ValueError(f"num_experts_per_tok must be 1 to the number of experts {experts}, found {chosen}")
-    return Routing(experts, chosen, normalize=fields["norm_topk_prob"], **more)
+    return Routing(experts, chosen, normalize=fields["norm_topk_prob"])

@@ -86,7 +86,7 @@ class OOMBackoff:
 @dataclass(slots=True)
 class Gathering:
     """How many prompts a launch should have. While it runs, all other requests wait, for a time of which a part does
-    not depend on its tokens: it reads all weights. (On a CPU that part is small, and nobody asks.)
+    not depend on its tokens: it reads all weights. Not used on a CPU, where that part is small.
 
     Of k prompts that come at ``rate`` a second and go together, each waits for ``(k - 1) / (2 rate)`` on average, and
     its share of the fixed part makes ``running`` requests wait for ``fixed / k``. Their sum is least at ``k = sqrt(2

@@ -19,7 +19,7 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv
 from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.pdl import let_next_begin, overlap, take_turn, wait_for_inputs
-from specserve_kernels.reference.experts.experts import Experts, Routes, Routing
+from specserve_kernels.reference.experts.experts import ExpertWeights, Routes, Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 
 FEW_PAIRS = 1024  # sorted by one program; more of them by PyTorch
@@ -190,7 +190,7 @@ def _choose_kernel(
 
 
 def run_experts(
-    x_TH: Tensor, routes: Routes, experts: Experts, gate: Gate, shared_TH: Tensor | None = None
+    x_TH: Tensor, routes: Routes, experts: ExpertWeights, gate: Gate, shared_TH: Tensor | None = None
 ) -> Tensor:
     """Same as the reference, summed in float32."""
     tokens, size = x_TH.shape
