@@ -156,8 +156,8 @@ class Calls:
                 raise FieldError("tool_choice", "there are no tools to call")
             return
         if format_ is None:
-            words = "not supported: the format of this model's tool calls is unknown (--tool-call-parser)"
-            raise FieldError("tools", words, "unsupported_parameter")
+            words = "the format of this model's tool calls is unknown (--tool-call-parser, --chat-template)"
+            raise FieldError("tools", f"not supported: {words}", "unsupported_parameter")
         for param, name in self.chosen.items():
             if name not in {tool.function.name for tool in self.tools}:
                 raise FieldError(param, f"must be one of the tools, found {name!r}")

@@ -147,7 +147,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         "messages.1.refusal",
         "messages.1.refusal: not supported",
     ),
-    (CHAT, {"tools": [TOOL]}, "tools", "not supported: the format of this model's tool calls is unknown"),
+    (CHAT, {"tools": [TOOL]}, "tools", "tool calls is unknown (--tool-call-parser, --chat-template)"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function", "required"),
     (
         CHAT,
