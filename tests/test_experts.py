@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
+from specserve_kernels import Routes, gather_slots
 
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
-from tests.engines import make_scheduler
+from specserve.engine.graphs import Graphs
+from specserve.engine.profile import measure_eager, measure_graphs
+from specserve.engine.shapes import candidate_shapes
+from specserve.layers.experts import Router
+from specserve.speculation.context import Context
+from specserve.speculation.control.cost import CostModel
+from tests.engines import context_of, make_scheduler
 from tests.reference.draft_models import make_eagle3
-from tests.reference.models import make_qwen3_moe
+from tests.reference.models import make_llama, make_qwen3_moe
+from tests.test_graphs import fake_graphs
+
+Measure = Callable[[], CostModel]
 
 
 def test_every_text_is_identical(tmp_path: Path) -> None:
@@ -50,3 +64,43 @@ def test_quantized_experts_are_refused(tmp_path: Path) -> None:
     make_qwen3_moe(tmp_path)
     with pytest.raises(ValueError, match="experts with rounded to int8, a scale an output are not supported"):
         make_scheduler(tmp_path, quantization="int8")
+
+
+def eagerly(context: Context) -> Measure:
+    return partial(measure_eager, context, 8, candidate_shapes)
+
+
+def with_graphs(context: Context) -> Measure:
+    with fake_graphs():
+        return partial(measure_graphs, context, Graphs.capture(context, candidate_shapes(8)).steps)
+
+
+@pytest.mark.parametrize("measure", [eagerly, with_graphs])
+def test_steps_are_measured_with_drawn_tokens(measure: Callable[[Context], Measure], tmp_path: Path) -> None:
+    """Whose experts differ. Those of a target without experts are measured on the padding row."""
+    target = make_qwen3_moe(tmp_path / "target", experts=16)
+    dense = make_llama(tmp_path / "dense")
+    found, forward, event = list[Routes](), Router.forward, Mock(elapsed_time=Mock(return_value=1.0))
+
+    def route(router: Router, x_TH: torch.Tensor) -> Routes:
+        found.append(routes := forward(router, x_TH))
+        return routes
+
+    for path, algorithm in ((target, "EAGLE3"), (target, "NGRAM"), (dense, "EAGLE3")):
+        draft = make_eagle3(path / "eagle3", path) if algorithm == "EAGLE3" else None
+        given = {"speculative_algorithm": algorithm, "speculative_draft_model_path": draft and str(draft)}
+        context = context_of(make_scheduler(path, **given, max_running_requests=8))
+        slots, dummy, run = context.state.slots, context.state.dummy, measure(context)
+        with (
+            patch.object(torch.cuda, "Event", Mock(return_value=event)),
+            patch.object(Router, "forward", route),
+            patch("specserve.speculation.context.gather_slots", wraps=gather_slots) as gathered,
+        ):
+            assert run().table
+        rows = {row for call in gathered.call_args_list for row in call.args[0].tolist()}
+        assert rows == {dummy} if path == dense else {0, 1, 2, 3} <= rows <= {*range(8)}
+        assert not slots.limit.any()
+        assert not slots.draft_cap.any()
+        assert slots.length.tolist() == [0] * dummy + [1]
+    wide = [routes.expert_TK for routes in found if len(routes.expert_TK) >= 8]
+    assert min(len(expert_TK.unique()) for expert_TK in wide) > 3

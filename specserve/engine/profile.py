@@ -1,5 +1,8 @@
-"""Time work on the device, and measure the cost of steps at start, on padding rows, whose cache belongs to no
-request."""
+"""Time work on the device, and measure the cost of steps at start, in a page that belongs to no request.
+
+All slots are the padding row, unless the target has experts. Then each is a row of its own with a drawn token: equal
+rows choose the same experts, as if a step of many nodes read no more of them than one.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
 from specserve.core import MAX_COUNT
 from specserve.engine.graphs import StepGraph
+from specserve.layers.experts import Router
 from specserve.speculation.context import Context, View
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
@@ -26,6 +31,7 @@ EAGER_REPEATS = 3  # the fastest counts
 EAGER_SECONDS = 4.0
 """Time for eager steps: about what reading a small model takes. Large steps of a large model take longer than that, and
 each by itself; what is not measured is estimated, and the controller corrects it once it runs."""
+_PERIOD = 8  # tokens of a drawn text, which then repeats: drafts that are looked up are found in it
 _COPY_BYTES = 256 * 2**20
 
 Candidates = Callable[[int], Sequence[StepShape]]
@@ -63,14 +69,16 @@ class Stopwatch:
 @torch.inference_mode()
 def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> CostModel:
     """Return the cost model of captured steps: the table from replays, the slope from the device's memory bandwidth."""
-    length = context.state.slots.length[context.state.dummy]
 
-    def run(graph: StepGraph) -> None:
-        length.fill_(1)
-        graph.run()
+    def run(graph: StepGraph, rows: list[int]) -> None:
+        restart(1)
+        graph.replay(rows)
 
-    with _drafted_for(context):
-        table = {shape: _device_seconds(partial(run, graph)) for shape, graph in graphs.items()}
+    with _drafting(context) as restart:
+        table = {
+            shape: _device_seconds(partial(run, graph, _rows(context, shape.slots)))
+            for shape, graph in graphs.items()
+        }
     return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
 
 
@@ -83,8 +91,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
     shapes = list(dict.fromkeys(shape for size in sizes for shape in candidates(size)))
     room = context.state.slots.pages.shape[2] * context.pool.page_size
     behind = min(_EAGER_CONTEXT, room - max(shape.reserve for shape in shapes))
-    with _drafted_for(context):
-        return time_steps(shapes, behind, partial(eager_seconds, context))
+    return time_steps(shapes, behind, partial(eager_seconds, context))
 
 
 def time_steps(shapes: Sequence[StepShape], behind: int, run: Callable[[StepShape, int], float]) -> CostModel:
@@ -179,33 +186,52 @@ def _parts(shape: StepShape, tokens: int) -> list[float]:
 
 def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
     """Return the seconds of one step after ``length`` tokens."""
-    state = context.state
-    rows_B = to_device([state.dummy] * shape.slots, state.device)
+    rows_B = to_device(_rows(context, shape.slots), context.state.device)
     needs = Needs(noise=False, penalties=False, bias=False, truncation=False, prediction=False)
+    with _drafting(context) as restart:
+        length = restart(length)
+        return host_seconds(lambda: step(context, View.of(context, rows_B, length, needs), shape))
 
-    def run() -> None:
-        state.slots.length[state.dummy].fill_(length)
-        step(context, View.of(context, rows_B, length, needs), shape)
 
-    return host_seconds(run)
+def _has_experts(context: Context) -> bool:
+    target = context.target
+    return isinstance(target, nn.Module) and any(isinstance(each, Router) for each in target.modules())
+
+
+def _rows(context: Context, slots: int) -> list[int]:
+    """Return the rows that stand for the slots of a measured step."""
+    own, dummy = _has_experts(context), context.state.dummy
+    return [min(slot, dummy) if own else dummy for slot in range(slots)]
 
 
 @contextmanager
-def _drafted_for(context: Context) -> Iterator[None]:
-    """Let the padding row draft like a request, so that steps have all their nodes. Its tokens are written to page
-    0."""
-    slots, dummy = context.state.slots, context.state.dummy
+def _drafting(context: Context) -> Iterator[Callable[[int], int]]:
+    """Let rows draft like requests, so that steps have all their nodes. If the target has experts, their texts are
+    drawn. The function puts rows behind so many tokens, or a few more, and returns how many. Steps write to page 0."""
+    slots, dummy, own = context.state.slots, context.state.dummy, _has_experts(context)
+    drawn_RP = torch.randint(context.vocab_size, (dummy, _PERIOD), generator=torch.Generator().manual_seed(0))
+    drawn_RP = drawn_RP.to(slots.tokens)
+    if own:
+        slots.tokens[:dummy] = drawn_RP[:, torch.arange(slots.tokens.shape[1]) % _PERIOD]
     for column in (slots.limit, slots.draft_cap):
-        column[dummy].fill_(MAX_COUNT)
+        column.fill_(MAX_COUNT)
+
+    def restart(length: int) -> int:
+        length = max(length, _PERIOD) if own else length
+        slots.length.fill_(length)
+        if own:
+            slots.root[:dummy] = drawn_RP[:, length % _PERIOD]
+        return length
+
     try:
-        yield
+        yield restart
     finally:
-        for column in (slots.limit, slots.draft_cap):
-            column[dummy].fill_(0)
+        for column in (slots.limit, slots.draft_cap, slots.length):
+            column.fill_(0)
         slots.length[dummy].fill_(1)
 
 
-def host_seconds(run: Callable[[], None]) -> float:
+def host_seconds(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

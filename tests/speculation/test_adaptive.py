@@ -147,6 +147,39 @@ def test_chains_are_looked_at_often_where_no_tree_tells_of_them() -> None:
     assert all(levels[70:])
 
 
+EXPERTS, CHOSEN, OTHERS, READ = (
+    58e9,
+    8 / 128,
+    3e9,
+    4.4e12,
+)  # bytes, their share that a token reads, bytes a second
+
+
+def experts_seconds(shape: StepShape, alike: float = 0.0) -> float:
+    """About Qwen3-30B-A3B on one H200. ``alike``: the share of drafted nodes that choose as their root does."""
+    nodes = shape.slots + (1 - alike) * (shape.nodes - shape.slots)
+    read = OTHERS + EXPERTS * (1 - (1 - CHOSEN) ** nodes)
+    return read / READ + 5e-4 + 5e-6 * shape.nodes + 1e-4 * shape.levels
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("accepts", [0.0, 0.72])
+def test_nodes_that_read_more_experts(
+    accepts: float, slots: int, alike: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured with drawn tokens, which choose independently, while nodes of a text may choose alike. Where a draft is
+    right with 0.72, three levels give 2.5 tokens."""
+    table = {shape: experts_seconds(shape) for shape in candidate_shapes(slots)}
+    found = Controller(candidate_shapes, CostModel(table))
+    monkeypatch.setattr(f"{__name__}.seconds", lambda shape: experts_seconds(shape, alike))
+    device = Device([accepts] * slots)
+    device.run(found.choose, found.observe, 1000)
+    rate, off = device.run(found.choose, found.observe, 1000), device.rate(StepShape.plain(slots))
+    assert rate >= 0.99 * off
+    assert rate >= 0.96 * device.best()
+
+
 @pytest.mark.parametrize("wrong", [0.85, 1.25])
 def test_costs_that_were_measured_wrong(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine draws its clock down, and steps of many nodes more than plain ones."""

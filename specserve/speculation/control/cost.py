@@ -4,8 +4,9 @@ steps.
 The table is measured at start, on an idle machine with an empty cache; what takes too long is estimated, and measured
 by its first step. Three factors adapt the table to load: one for all shapes (the machine), one for a draft (its levels,
 branching and copied levels), and one for the shape alone. Each step updates all three, so the cost of a shape that has
-not run for long follows those that do. A masked step, for whose nodes the host fills masks, takes a time for each node
-on top, which is learned from masked steps alone.
+not run for long follows those that do. Where more nodes read more experts, the table tells how many are read by nodes
+that choose independently, and the factors by those of a text, which choose alike. A masked step, for whose nodes the
+host fills masks, takes a time for each node on top, which is learned from masked steps alone.
 """
 
 from __future__ import annotations
