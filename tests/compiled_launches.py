@@ -31,7 +31,8 @@ from specserve_kernels.ops.attention.attention import Workspace, attend_frontier
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import Gpu, Limits, assume
-from specserve_kernels.ops.experts.experts import route, run_experts
+from specserve_kernels.ops.experts.experts import run_experts
+from specserve_kernels.ops.experts.route import route
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
@@ -42,7 +43,8 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.reference.experts.experts import ExpertWeights, Routing
+from specserve_kernels.reference.experts.experts import ExpertWeights
+from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
@@ -114,6 +116,7 @@ class Enough(Exception):
 
 READ_EARLY = {
     "_attend_kernel": {"length_B", "q_start"},
+    "_down_kernel": {"order_ptr", "tile_ptr"},
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_grow_kernel": {"length_ptr"},
     "_scan": {"rows", "table"},

@@ -6,7 +6,9 @@ The references are the CPU backend and the oracle that the Triton versions are t
 from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.experts import experts as _experts
-from specserve_kernels.reference.experts.experts import ExpertWeights, Routes, Routing
+from specserve_kernels.reference.experts import route as _route
+from specserve_kernels.reference.experts.experts import ExpertWeights
+from specserve_kernels.reference.experts.route import Routes, Routing
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.activation import Gate
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
@@ -79,7 +81,7 @@ rms_norm = dispatched(norm.rms_norm)
 root_level = dispatched(grow.root_level)
 round_inputs = dispatched(_quantize.round_inputs)
 rotary_store_kv = dispatched(rotary.rotary_store_kv)
-route = dispatched(_experts.route)
+route = dispatched(_route.route)
 run_experts = dispatched(_experts.run_experts)
 select_tree = dispatched(select.select_tree)
 single_nodes = dispatched(select.single_nodes)

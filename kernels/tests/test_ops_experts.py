@@ -15,8 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from specserve_kernels.ops.experts import experts as ops
+from specserve_kernels.ops.experts import route as routing_ops
 from specserve_kernels.reference.experts import experts as reference
-from specserve_kernels.reference.experts.experts import ExpertWeights, Routes, Routing
+from specserve_kernels.reference.experts import route as routing_reference
+from specserve_kernels.reference.experts.experts import ExpertWeights
+from specserve_kernels.reference.experts.route import Routes, Routing, Tiles
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -51,7 +54,7 @@ def plain_choice(logits: list[float], correction: list[float], routing: Routing)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("module", [reference, ops], ids=["reference", "ops"])
+@pytest.mark.parametrize("module", [routing_reference, routing_ops], ids=["reference", "ops"])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_tokens_choose_as_published(routing: Routing, module: object, corrected: bool) -> None:
     torch.manual_seed(0)
@@ -62,13 +65,13 @@ def test_tokens_choose_as_published(routing: Routing, module: object, corrected:
     logits = (x_TH.double() @ weight_EH.double().T).cpu() + bias_E
     correction = [0.0] * routing.experts if correction_E is None else correction_E.tolist()
     assert routes.expert_TK.dtype == torch.int32
-    for row, experts, weights in zip(logits.tolist(), *map(Tensor.tolist, routes), strict=True):
+    for row, experts, weights in zip(logits.tolist(), *map(Tensor.tolist, routes[:2]), strict=True):
         wanted = plain_choice(row, correction, routing)
         assert experts == [*wanted]
         assert weights == pytest.approx([*wanted.values()], rel=1e-4)
 
 
-@pytest.mark.parametrize("module", [reference, ops], ids=["reference", "ops"])
+@pytest.mark.parametrize("module", [routing_reference, routing_ops], ids=["reference", "ops"])
 def test_of_equal_experts_and_groups_the_first_are_chosen(module: object) -> None:
     x_TH, weight_EH = torch.ones(2, 16, device=DEVICE), torch.zeros(16, 16, device=DEVICE)
     weight_EH[5:9] = 1.0
@@ -82,16 +85,35 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(module: object) -> Non
     )
 
 
+def in_order(expert_TK: Tensor, experts: int) -> Tiles:
+    """What ``route`` makes of a choice, in plain Python."""
+    choices = expert_TK.flatten().tolist()
+    size = routing_ops.pairs_of_tile(len(choices), experts)
+    order = sorted(range(len(choices)), key=lambda pair: (choices[pair], pair))
+    tiles = []
+    for expert in range(experts):
+        first, many = sum(each < expert for each in choices), choices.count(expert)
+        tiles += [(expert, at, first + many) for at in range(first, first + many, size)]
+    spare = min(len(choices), len(choices) // size + min(experts, len(choices))) - len(tiles)
+    rows = [*tiles, *[(experts, 0, 0)] * spare, (len(tiles), 0, 0)]
+    return Tiles(*(torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (order, rows)))
+
+
+def with_tiles(routes: Routes, experts: int) -> Routes:
+    return Routes(*(each.to(DEVICE) for each in routes[:2]), in_order(routes.expert_TK, experts))
+
+
 def drawn(
     tokens: int, count: int, chosen: int, size: int, inner: int, biased: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Routes, ExpertWeights]:
     torch.manual_seed(tokens)
     x_TH = torch.randn(tokens, size)
-    routes = reference.route(x_TH, torch.randn(count, size) / size**0.5, Routing(count, chosen))
+    routing = Routing(count, chosen)
+    routes = routing_reference.route(x_TH, torch.randn(count, size) / size**0.5, routing)
     weights = [torch.randn(count, 2 * inner, size) / size**0.5, torch.randn(count, size, inner) / inner**0.5]
     biases = [torch.randn(count, 2 * inner), torch.randn(count, size)] if biased else [None, None]
     made = [None if each is None else each.to(DEVICE, dtype) for each in (*weights, *biases)]
-    return x_TH.to(DEVICE, dtype), Routes(*(each.to(DEVICE) for each in routes)), ExpertWeights(*made)  # type: ignore[arg-type]
+    return x_TH.to(DEVICE, dtype), with_tiles(routes, count), ExpertWeights(*made)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,14 +141,32 @@ def test_sums_of_experts(
     torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("tokens", [3, 90])
-def test_many_pairs_are_sorted_like_few(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expert_TK = torch.randint(0, 37, (tokens, 4), dtype=torch.int32, device=DEVICE)
-    few = ops.sort_pairs(expert_TK, 40)
-    monkeypatch.setattr(ops, "FEW_PAIRS", 0)
-    for one, other in zip(few, ops.sort_pairs(expert_TK, 40), strict=True):
-        assert one.dtype == other.dtype == torch.int32
-        assert one.tolist() == other.tolist()
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen"), [(3, 40, 4), (40, 6, 3), (64, 128, 8), (90, 37, 4), (150, 2, 2)]
+)
+def test_pairs_are_put_in_order(tokens: int, experts: int, chosen: int) -> None:
+    """By the launch that chooses, and by another; in tiles of all sizes."""
+    torch.manual_seed(tokens)
+    x_TH, weight_EH = torch.randn(tokens, 16, device=DEVICE), torch.randn(experts, 16, device=DEVICE)
+    routes = routing_ops.route(x_TH, weight_EH, Routing(experts, chosen))
+    assert routes.tiles is not None
+    wanted = in_order(routes.expert_TK, experts)
+    assert routes.tiles.order_P.tolist() == wanted.order_P.tolist()
+    used = int(wanted.tile_X3[-1, 0])
+    assert routes.tiles.tile_X3.shape == wanted.tile_X3.shape
+    assert routes.tiles.tile_X3[:used].tolist() == wanted.tile_X3[:used].tolist()
+    assert routes.tiles.tile_X3[used:, 0].tolist() == wanted.tile_X3[used:, 0].tolist()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_a_token_without_numbers_spoils_no_other() -> None:
+    x_TH, weight_EH = torch.randn(3, 16, device=DEVICE), torch.randn(8, 16, device=DEVICE)
+    expected = routing_ops.route(x_TH, weight_EH, Routing(8, 3))
+    x_TH[1] = math.nan
+    found = routing_ops.route(x_TH, weight_EH, Routing(8, 3))
+    assert torch.equal(found.expert_TK[::2], expected.expert_TK[::2])
+    assert torch.equal(found.weight_TK[::2], expected.weight_TK[::2])
+    assert found.expert_TK[1].tolist() == sorted(set(found.expert_TK[1].tolist()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,9 +179,22 @@ def test_a_token_s_bits_depend_on_no_other_token(dtype: torch.dtype) -> None:
     first = 0
     for count in counts:
         rows = slice(first, first + count)
-        part = ops.run_experts(x_TH[rows], Routes(*(each[rows] for each in routes)), experts, "silu")
-        assert torch.equal(part, whole[rows])
+        own = with_tiles(Routes(*(each[rows] for each in routes[:2])), sizes[1])
+        assert torch.equal(ops.run_experts(x_TH[rows], own, experts, "silu"), whole[rows])
         first += count
-    one = ops.route(x_TH[:1], experts.down_EHI[:, 0].repeat(1, 2).contiguous(), Routing(sizes[1], 2))
-    many = ops.route(x_TH, experts.down_EHI[:, 0].repeat(1, 2).contiguous(), Routing(sizes[1], 2))
-    assert all(torch.equal(a, b[:1]) for a, b in zip(one, many, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_s_choice_depends_on_no_other_token(dtype: torch.dtype) -> None:
+    """Alone, and where other launches serve many."""
+    x_TH, weight_EH = (
+        torch.randn(300 if ON_GPU else 66, 200, device=DEVICE, dtype=dtype),
+        torch.randn(40, 200, device=DEVICE),
+    )
+    parts = ((0, 1), (7, 12), (100, 164), (110, 200)) if ON_GPU else ((0, 64),)
+    for routing in (Routing(40, 6, normalize=False), Routing(40, 6, "sigmoid", groups=4, chosen_groups=2)):
+        whole = routing_ops.route(x_TH, weight_EH.to(dtype), routing)
+        for rows in (slice(*part) for part in parts):
+            part = routing_ops.route(x_TH[rows], weight_EH.to(dtype), routing)
+            assert torch.equal(part.expert_TK, whole.expert_TK[rows])
+            assert torch.equal(part.weight_TK, whole.weight_TK[rows])

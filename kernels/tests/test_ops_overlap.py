@@ -113,6 +113,9 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
     ]
     assert sorted(found) == [
         ("_attend_kernel", "tl.debug_barrier()"),
+        ("_down_kernel", "tl.debug_barrier()"),
+        ("_route_kernel", "tl.debug_barrier()"),
+        ("_route_kernel", "tl.debug_barrier()"),
         ("_share_sums", "barrier()"),
         ("_share_sums", "barrier()"),
         ("_streamed_kernel", "barrier()"),
@@ -128,6 +131,7 @@ def test_who_reads_before_it_waits() -> None:
     }
     assert {name: read for name, read in early.items() if read} == {
         "work_of": {"length_B", "q_start"},  # of _attend_kernel
+        "_down_kernel": {"order_ptr", "tile_ptr"},
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "request_of": {"rows"},
