@@ -26,6 +26,7 @@ from benchmarks.common import (
     used_tokens,
 )
 from benchmarks.results import Figures, keep_rows, line, options, run_command
+from benchmarks.weights import Weights
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
@@ -263,10 +264,12 @@ def main() -> None:
     DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagle3_useless`` is a draft that is
     never right. One engine runs all policies in turns, so that a machine that slows down affects all alike. Fixed
     shapes are forced upon its scheduler; the controller keeps what it learned from one batch size to the next, as
-    in a server. All requests are greedy; in 16 bits near-ties make some texts diverge. Each turn continues in the
-    prompts where the last one ended. A fixed shape that is far behind the best in the first turn gets no other.
-    Batches are kept full: when a request ends the next begins, with its prompt in the prefix cache. Tokens per
-    second are by the wall clock; they include the time to start a request, but not its first token.
+    in a server. With ``--rates`` acceptance is drawn, and ``allowed`` is the most that drafting can gain over plain
+    decoding if a step's time were the bytes of weights that it reads. All requests are greedy; in 16 bits near-ties
+    make some texts diverge. Each turn continues in the prompts where the last one ended. A fixed shape that is far
+    behind the best in the first turn gets no other. Batches are kept full: when a request ends the next begins,
+    with its prompt in the prefix cache. Tokens per second are by the wall clock; they include the time to start a
+    request, but not its first token.
     ``while_stepping`` is by the device time of steps, which is what the controller can influence. Answers have half
     to all of ``--new-tokens``.
     """
@@ -275,18 +278,27 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, STATIC)), help="not set: all")
+    parser.add_argument("--rates", help="--speculative-synthetic-acceptance: by level, as 0.83,0.73")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     add_requests(parser)
     args = parse_load(parser)
+    drawn = {"speculative_synthetic_acceptance": args.rates, "load_format": args.load_format}
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(*sizes, min(args.max_batch, PROMPTS)))
     fixed = [each for each in STATIC if args.shapes is None or spelled(each) in args.shapes]
 
     def rows() -> Iterator[Figures]:
-        with adaptive_llm(args, max(sizes), fixed) as (llm, policies):
+        with adaptive_llm(args, max(sizes), fixed, **drawn) as (llm, policies):
             cache_prompts(llm, policies["off"], prompts)
+            weights = Weights.of(scheduler_of(llm).runner.context)
             for size in sizes:
                 figures = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
-                yield {"batch": size, "policies": figures}
+                rates = [float(rate) for rate in args.rates.split(",")] if args.rates else None
+                yield {
+                    "batch": size,
+                    "allowed": None if rates is None else weights.most_gain(rates, size),
+                    "policies": figures,
+                }
                 policies = {name: policies[name] for name in still_worth(policies, figures)}
 
     keep_rows("adaptive", rows(), args.output, row_line)

@@ -12,7 +12,8 @@ floor counts only GEMMs and reads of the KV cache; that of prefill counts GEMMs 
 bfloat16 its GEMMs are cuBLAS's up to 256 tokens, so a ratio is below 1 where another kernel or a later cuBLAS is
 faster. Above, and for prefill, they are arithmetic at the card's peak rate. With quantized weights GEMMs read the bytes
 of weights and scales, and of the head in bfloat16, or take that arithmetic. The floor of any other model on a known
-card is reading its weights, and the caches as far as windows reach, or that arithmetic.
+card is reading its weights, and the caches as far as windows reach, or that arithmetic. Of a layer's experts it reads
+the distinct ones that tokens chose: ``experts_read``, counted in a few steps after the timed ones.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.common import (
     scheduler_of,
 )
 from benchmarks.results import Figures, keep_rows, line, medians, result_name, run_command
+from benchmarks.weights import Weights, experts_read
 from specserve import LLM
 from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.models.read_config import load_model_config
@@ -123,33 +125,26 @@ def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "
     return target if shape is None else target + draft_ms(shape, batch, batch * context, quantization)
 
 
-def read_ms(llm: LLM, shape: Shape | None, batch: int, context: int) -> float | None:
-    """The least time of a step of any model: its weights and caches are read, a draft's at each of its levels. None for
-    a card whose speed is not known."""
+def read_ms(
+    llm: LLM, shape: Shape | None, batch: int, context: int, experts: float | None = None
+) -> float | None:
+    """The least time of a step of any model: its weights and caches are read, a draft's at each of its levels, and of
+    each layer's experts as many as given. None for a card whose speed is not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     speed = next((speed for card, speed in CARDS.items() if card in name), None)
     if speed is None:
         return None
     run, levels, nodes = scheduler_of(llm).runner.context, shape[0] if shape else 0, shape[2] if shape else 1
-    target = run.target
-    embedding = 0 if target.config.tie_word_embeddings else _bytes(target.embed_tokens)
-    weights = _bytes(target) - embedding
-    arithmetic = _arithmetic_ms(weights / target.dtype.itemsize, batch * nodes)
-    head = getattr(run.drafter, "head", None)
-    once, level = (_bytes(head.fc), _bytes(head) - _bytes(head.fc)) if head is not None else (0, 0)
+    weights = Weights.of(run)
+    one = weights.read(weights.chosen) / run.target.dtype.itemsize
     seen = [
         count * spec.token_bytes * min(context, getattr(spec, "window", None) or context)
         for specs, count in ((run.pool.config.target, 1), (run.pool.config.draft, levels))
         for spec in specs
     ]
-    moved = (batch * sum(seen) + once * (levels > 0) + levels * level) / speed
-    return max(weights / speed * 1e3, arithmetic) + moved * 1e3
-
-
-def _bytes(module: torch.nn.Module) -> int:
-    """Of its weights, without rotary tables."""
-    tables = [buffer for name, buffer in module.named_buffers() if "rope" not in name.rpartition(".")[2]]
-    return sum(each.numel() * each.itemsize for each in (*module.parameters(), *tables))
+    moved = batch * sum(seen) + weights.once * (levels > 0) + levels * weights.level
+    target = weights.read(weights.count if experts is None else experts)
+    return max(target / speed * 1e3, _arithmetic_ms(one, batch * nodes)) + moved / speed * 1e3
 
 
 def applies(model_path: str | Path) -> bool:
@@ -201,7 +196,9 @@ def run_shape(args: argparse.Namespace, shape: Shape | None, batches: Sequence[i
     with open_llm(args, shape, max(sizes)) as llm:
         for size in sizes:
             figures = measure(llm, prompts[:size], args.new_tokens, args.repeats)
-            floor = read_ms(llm, shape, size, args.prompt_tokens + args.new_tokens // 2)
+            if (experts := experts_read(llm, prompts[:size], shape)) is not None:
+                figures["experts_read"] = experts
+            floor = read_ms(llm, shape, size, args.prompt_tokens + args.new_tokens // 2, experts)
             yield row(args, shape, size, figures, floor)
 
 

@@ -20,15 +20,18 @@ from benchmarks import (
     steps,
     suite,
     tuner,
+    weights,
 )
 from benchmarks.closed_loop import NONE, forced_levels
-from benchmarks.common import load_options, open_llm, weights_kept
+from benchmarks.common import load_options, open_llm, random_prompts, scheduler_of, weights_kept
 from benchmarks.cost_faithful import SHAPES, Named, Sizes
 from benchmarks.trace import Event, bars, lines, own_times, parts, waterfall_picture
 from specserve import SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.models.read_config import load_model_config
 from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
+from tests.reference.draft_models import make_eagle3
+from tests.reference.models import make_qwen3_moe
 
 PROMPTS = [[5, 6, 7], [9, 10, 4, 4], [17, 12]]
 GREEDY = SamplingParams(temperature=0, max_tokens=1 + 3 * 6, ignore_eos=True)
@@ -192,6 +195,41 @@ def test_the_floor_of_any_model_is_what_its_step_reads(agreeing: Checkpoints) ->
     assert plain == pytest.approx((sum(weights.values()) + 200 * target_kv) / 4.4e9)
     fc, rest = head.pop("fc.weight"), sum(head.values())
     assert drafted == pytest.approx(plain + (fc + 3 * rest + 3 * 200 * draft_kv) / 4.4e9)
+
+
+def test_the_floor_of_experts_is_those_that_were_read(tmp_path: Path) -> None:
+    """About as many as drawn tokens choose, of which the drafts of one request are alike."""
+    target = make_qwen3_moe(tmp_path / "target", experts=32)
+    draft = make_eagle3(tmp_path / "eagle3", target)
+    args = load_options(None).parse_args(["--model", str(target), "--eagle3", str(draft)])
+    prompts = random_prompts(64, 8, 5)
+    on_gpu = patch.object(torch.cuda, "is_available", return_value=True)
+    card = patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200")
+    with open_llm(args, (3, 1, 4), 8) as llm:
+        found = weights.Weights.of(scheduler_of(llm).runner.context)
+        read = {count: weights.experts_read(llm, prompts[:count], (3, 1, 4)) for count in (1, 8)}
+        with on_gpu, card:
+            floors = [steps.read_ms(llm, None, 1, 5, experts) for experts in (None, 2.0, 4.0)]
+    layers, each = 2, 3 * 24 * 32 * 4
+    assert (found.count, found.chosen, found.experts) == (32, 2, layers * 32 * each)
+    assert read[1]
+    assert read[8]
+    assert 2 <= read[1] <= found.drawn(4) + 1 < read[8] <= found.drawn(32) + 1
+    everything, two, four = (floor or 0 for floor in floors)
+    assert (everything - two, four - two) == pytest.approx(
+        (layers * 30 * each / 4.4e9, layers * 2 * each / 4.4e9)
+    )
+
+
+def test_what_bytes_allow() -> None:
+    """Qwen3-30B-A3B with a head: four tokens read 2.6 times the bytes of one."""
+    found = weights.Weights(2_500_000_000, 58_000_000_000, 128, 8, 25_000_000, 200_000_000)
+    ratios = [found.read(found.drawn(tokens)) / found.read(8) for tokens in (1, 2, 4, 8)]
+    assert ratios == pytest.approx([1, 1.55, 2.56, 4.23], abs=0.01)
+    assert found.most_gain([0.0], 1) == 1
+    assert found.most_gain([0.72], 1) == pytest.approx(1.081, abs=0.001)
+    assert 1.081 < found.most_gain([0.93, 0.849, 0.849, 0.831], 1) < found.most_gain([1.0], 1)
+    assert found.most_gain([0.72], 64) > 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("no such option")])

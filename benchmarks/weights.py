@@ -1,0 +1,101 @@
+"""What a step reads of a model's weights. Of experts, only those that its tokens chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.common import Shape, generate_timed, scheduler_of
+from specserve import LLM
+from specserve.engine.runner import Runner
+from specserve.layers.experts import ExpertsMLP, Router
+from specserve.speculation.context import Context
+
+SAMPLED_STEPS = 8
+LEVELS = 7  # of the published curves of acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes. ``others``: what every step reads of the target; ``experts``: all of them, ``count`` in a layer, of which
+    a token chooses ``chosen``. ``once``: of a draft, in a step, and ``level``: at each of its levels."""
+
+    others: int
+    experts: int
+    count: int
+    chosen: int
+    once: int
+    level: int
+
+    @classmethod
+    def of(cls, context: Context) -> Weights:
+        target: Any = context.target
+        mixtures = [each for each in target.modules() if isinstance(each, ExpertsMLP)]
+        routing = mixtures[0].gate.routing if mixtures else None
+        experts = sum(size_of(each.experts) for each in mixtures)
+        embedding = 0 if target.config.tie_word_embeddings else size_of(target.embed_tokens)
+        head = getattr(context.drafter, "head", None)
+        once = 0 if head is None else size_of(head.fc)
+        return cls(
+            others=size_of(target) - embedding - experts,
+            experts=experts,
+            count=routing.experts if routing else 1,
+            chosen=routing.chosen if routing else 0,
+            once=once,
+            level=0 if head is None else size_of(head) - once,
+        )
+
+    def drawn(self, tokens: int) -> float:
+        """Distinct experts of a layer that so many tokens choose, if each is as likely as another."""
+        return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
+
+    def read(self, experts: float) -> float:
+        """Of the target, with so many experts a layer."""
+        return self.others + self.experts * experts / self.count
+
+    def most_gain(self, rates: Sequence[float], batch: int) -> float:
+        """The most that drafting can gain if time is bytes and experts are drawn: tokens a step of a chain of 0 to
+        ``LEVELS`` levels in relation to plain decoding's, divided by the bytes in relation. ``rates``: of acceptance by
+        level, the last one's of deeper levels."""
+        deeper = [*rates, *[rates[-1]] * LEVELS][:LEVELS]
+        tokens = accumulate(accumulate(deeper, mul), initial=1.0)
+        plain = self.read(self.drawn(batch))
+        return max(
+            each * plain / (self.read(self.drawn(batch * (1 + k))) + (k > 0) * self.once + k * self.level)
+            for k, each in enumerate(tokens)
+        )
+
+
+def size_of(module: torch.nn.Module) -> int:
+    """Bytes of its weights, without rotary tables."""
+    tables = [buffer for name, buffer in module.named_buffers() if "rope" not in name.rpartition(".")[2]]
+    return sum(each.numel() * each.itemsize for each in (*module.parameters(), *tables))
+
+
+def experts_read(llm: LLM, prompts: list[list[int]], shape: Shape | None) -> float | None:
+    """Distinct experts of a layer that a step of all requests reads: the mean over layers and a few steps. These run
+    without graphs, so that their routers can be watched. None: it has none."""
+    engine, nodes = scheduler_of(llm), len(prompts) * (shape[2] if shape else 1)
+    target: Any = engine.runner.context.target
+    found: list[int] = []
+
+    def count(_: Router, inputs: Any, routes: Any) -> None:
+        if len(routes.expert_TK) == nodes:
+            found.append(routes.expert_TK.unique().numel())
+
+    eager = Runner(engine.runner.context, {})
+    eager.masks = engine.runner.masks
+    with ExitStack() as stack, patch.object(engine, "runner", eager):
+        for each in target.modules():
+            if isinstance(each, Router):
+                stack.enter_context(each.register_forward_hook(count))
+        generate_timed(llm, prompts, SAMPLED_STEPS)
+    return fmean(found) if found else None
