@@ -418,10 +418,11 @@ def launch_attention(
     dtype: torch.dtype = torch.bfloat16,
     scales: KVScales | None = None,
     whole: bool = True,
+    sinks: bool = False,
 ) -> None:
     """Chains, trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and
-    values in FP8. Unless ``whole``, those whose loops no other has: neither from position 1, nor in FP8 all but
-    trees."""
+    values in FP8. ``sinks``: heads have them. Unless ``whole``, those whose loops no other has: neither from position
+    1, nor in FP8 all but trees."""
     heads, kv_heads, page = 32, 8, 16
     kept = dtype if scales is None else torch.float8_e4m3fn
     cache = torch.zeros(2, 2, page, kv_heads, size, dtype=kept)
@@ -429,6 +430,7 @@ def launch_attention(
     q_TND, kv_TND = qkv_TND[:, :heads], qkv_TND[:, heads:]
     pages_BM, length_B = torch.zeros(slots, 32, dtype=torch.int64), torch.zeros(slots, dtype=torch.int64)
     shared = q_TND, cache, pages_BM
+    more = {"sinks_H": torch.zeros(heads, dtype=dtype)} if sinks else {}
     q_start, per_node_T = (
         torch.zeros(slots + 1, dtype=torch.int64),
         torch.zeros(slots * nodes, dtype=torch.int64),
@@ -438,16 +440,16 @@ def launch_attention(
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
     for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
         if whole or paths or scales is None:
-            attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales)
-    attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales)
+            attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales, **more)
+    attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales, **more)
     if scales is None and whole:
         attend_nodes(*shared, length_B, q_start, None, nodes, Workspace(), kv_start=1)
         attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, kv_start=1)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
-        attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales)
+        attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales, **more)
     if nodes > 1 and (whole or scales is None):
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
-        attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales)
+        attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales, **more)
 
 
 @cache
@@ -578,7 +580,7 @@ def main() -> None:
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
         launch_attention(256, 20, 16, whole=False)
-        launch_attention(64, 20, 16)
+        launch_attention(64, 20, 16, sinks=True)
         launch_attention(128, 20, 16, torch.float32, whole=False)
         launch_attention(128, 20, 16, scales=KVScales())
         for tokens in (32, 64, 200):

@@ -11,7 +11,9 @@ from specserve_kernels.reference.attention import attention
 from torch import Tensor
 
 
-def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor, scale: float) -> Tensor:
+def naive(
+    q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor, scale: float, sinks_H: Tensor | None
+) -> Tensor:
     batch, queries, heads, _ = q_BNHD.shape
     page_size, kv_heads = cache.shape[2:4]
     out = torch.empty_like(q_BNHD)
@@ -23,8 +25,10 @@ def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor, 
                 kv_head = h // (heads // kv_heads)
                 keys = torch.stack([cache[page, 0, offset, kv_head] for page, offset in where])
                 values = torch.stack([cache[page, 1, offset, kv_head] for page, offset in where])
-                weights = torch.softmax(keys @ q_BNHD[b, n, h] * scale, dim=0)
-                out[b, n, h] = weights @ values
+                scores = keys @ q_BNHD[b, n, h] * scale
+                if sinks_H is not None:
+                    scores = torch.cat([scores, sinks_H[h : h + 1]])
+                out[b, n, h] = torch.softmax(scores, dim=0)[: len(seen)] @ values
     return out
 
 
@@ -50,9 +54,10 @@ def test_against_dense(
     visible_BNL[0, 1] = False
     visible_BNL[0, 1, 0] = True  # a row that sees one entry
     bias = grouped(q_BNHD, cache, visible_BNL)
-    for given, scale in ((None, 1 / math.sqrt(size)), (0.7, 0.7)):
-        found = paged_attention(q_BNHD, cache, pages_BM, bias, scale=given)
-        right = naive(q_BNHD, cache, pages_BM, visible_BNL, scale)
+    sinks = torch.randn(heads, generator=generator, dtype=torch.float64) * 2
+    for given, scale, sinks_H in ((None, 1 / math.sqrt(size), None), (0.7, 0.7, None), (0.7, 0.7, sinks)):
+        found = paged_attention(q_BNHD, cache, pages_BM, bias, scale=given, sinks_H=sinks_H)
+        right = naive(q_BNHD, cache, pages_BM, visible_BNL, scale, sinks_H)
         torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
 
 

@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 class Case:
-    """Keys and values of slots, and queries of their rows."""
+    """Keys and values of slots, and queries of their rows. Heads have sinks where pages have several tokens."""
 
     def __init__(self, rows: list[list[Row]], page_size: int, dtype: torch.dtype) -> None:
         self.rows, self.page_size = rows, page_size
@@ -74,6 +74,7 @@ class Case:
         shape = (len(rows), width * page_size, 2, KV_HEADS, SIZE)
         self.kv_BL2KD = torch.randn(shape, generator=generator).to(DEVICE, dtype)
         self.q_TND = torch.randn(self.total, HEADS, SIZE, generator=generator).to(DEVICE, dtype)
+        self.sinks_H = torch.tensor([2.5, -1.0]).to(DEVICE, dtype) if page_size > 1 else None
         self.pages_BM = torch.zeros(len(rows), width, dtype=torch.int64)
         number = itertools.count(1)
         cache = torch.full((1 + len(rows) * width, page_size, 2, KV_HEADS, SIZE), torch.nan).to(DEVICE, dtype)
@@ -98,10 +99,15 @@ class Case:
             visible_NL = torch.stack([(at_L >= low) & (at_L < end) for low, end, _ in rows])
             for n, row in enumerate(rows):
                 visible_NL[n, list(row.own)] = True
-            k_KLD, v_KLD = kv_L2KD.permute(1, 2, 0, 3)
+            # One more key stands for sinks.
+            k_KLD, v_KLD = F.pad(kv_L2KD, (0, 0, 0, 0, 0, 0, 0, 1)).permute(1, 2, 0, 3)
+            bias_HNL = torch.zeros(HEADS, *visible_NL.shape).masked_fill(~visible_NL, -torch.inf).double()
+            bias_HNL = F.pad(bias_HNL, (0, 1), value=-torch.inf).to(DEVICE)
+            if self.sinks_H is not None:
+                bias_HNL[..., -1] = self.sinks_H.double()[:, None]
             out = F.scaled_dot_product_attention(
-                q_NHD.transpose(0, 1), k_KLD, v_KLD, visible_NL.to(DEVICE), scale=scale, enable_gqa=True
-            )
+                q_NHD.transpose(0, 1), k_KLD, v_KLD, bias_HNL, scale=scale, enable_gqa=True
+            ).nan_to_num()
             right.append(out.transpose(0, 1))
         found, tolerance = found_TND[: self.total].double(), TOLERANCE[found_TND.dtype]
         torch.testing.assert_close(found, torch.cat(right), atol=tolerance, rtol=tolerance)
@@ -136,7 +142,7 @@ def prompts(
     return case, {
         "q_TND": case.q_TND, "cache": case.cache, "pages_BM": case.pages_BM, "q_start": starts(counts),
         "positions_T": integers(positions), "max_tokens": max(counts), "kv_start": kv_start, "window": window,
-        "prefix": any(b for b, _ in spans),
+        "prefix": any(b for b, _ in spans), "sinks_H": case.sinks_H,
     }  # fmt: skip
 
 
@@ -163,6 +169,7 @@ def nodes(
     return case, {
         "q_TND": case.q_TND, "cache": case.cache, "pages_BM": case.pages_BM, "length_B": integers(lengths),
         "q_start": starts(counts), "max_nodes": max(counts), "kv_start": kv_start, "window": window,
+        "sinks_H": case.sinks_H,
     }  # fmt: skip
 
 
@@ -246,7 +253,7 @@ class TestAgainstMasks:
             with planned(plan):
                 found = attend_frontier(
                     case.q_TND, case.cache, case.pages_BM, integers(lengths), kv_start, scratch_BKA, Workspace(),
-                    scale=0.3, window=window,
+                    scale=0.3, window=window, sinks_H=case.sinks_H,
                 )  # fmt: skip
             case.check(found, 0.3)
 

@@ -49,6 +49,7 @@ class _Prefill:
         kv_TND: Tensor | None,
         scales: KVScales | None,
     ) -> Tensor:
+        assert softmax.sinks_H is None
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4], softmax.scale
         if geometry not in self.wrappers:
             self.wrappers[geometry] = self._plan(pages_BM, *geometry, q_TND.dtype)

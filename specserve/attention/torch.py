@@ -55,7 +55,7 @@ class _Plan:
             self.biases[key] = bias, self._seen_pages(visible_BNL)
         bias, seen_BM = self.biases[key]
         pages_BM = pages_BM[:, : seen_BM.shape[1]].where(seen_BM, 0)  # others may be another request's by now
-        out = paged_attention(q_BNHD, cache, pages_BM, bias, scales, softmax.scale)
+        out = paged_attention(q_BNHD, cache, pages_BM, bias, scales, softmax.scale, softmax.sinks_H)
         out = out.flatten(0, 1)
         return out if self.scatter_T is None else out[self.scatter_T]
 

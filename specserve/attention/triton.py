@@ -47,7 +47,7 @@ class _Prefill:
     ) -> Tensor:
         c = self.chunks
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
-        how = softmax.scale, softmax.window
+        how = softmax.scale, softmax.window, softmax.sinks_H
         return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how)
 
 
@@ -68,7 +68,7 @@ class _Verify:
         scales: KVScales | None,
     ) -> Tensor:
         n = self.nodes
-        tree, how = (n.q_start, self.paths, n.max_nodes), (softmax.scale, softmax.window)
+        tree, how = (n.q_start, self.paths, n.max_nodes), (softmax.scale, softmax.window, softmax.sinks_H)
         where = pages_BM, n.length_B, *tree
         return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how)
 
@@ -89,7 +89,10 @@ class _Draft:
         scales: KVScales | None,
     ) -> Tensor:
         f = self.frontier
-        where, how = (pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA), (softmax.scale, softmax.window)
+        where, how = (
+            (pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA),
+            (softmax.scale, softmax.window, softmax.sinks_H),
+        )
         return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how)
 
 

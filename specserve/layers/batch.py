@@ -15,10 +15,12 @@ from specserve.layers.rotary import Rope
 @dataclass(frozen=True, slots=True)
 class Softmax:
     """How scores become weights. ``scale`` multiplies them; None: ``1 / sqrt(D)``. ``window``: a token sees its own
-    position and ``window - 1`` before it; None: all before it."""
+    position and ``window - 1`` before it; None: all before it. ``sinks_H``: each query head's score of one more key,
+    whose value is 0; None: there is none."""
 
     scale: float | None = None
     window: int | None = None
+    sinks_H: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

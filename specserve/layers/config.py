@@ -35,11 +35,11 @@ class ExpertsConfig:
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
     q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
-    rotates. ``softmax``: its scale and window. ``reads``: the layer whose keys and values it attends to, None: its own.
-    Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its own that
-    it takes for each token. ``update_scale`` multiplies what its blocks add to the stream. ``rotated``: channels of a
-    head that are rotated, 0: all. ``fused``: a file has q, k and v as one projection, and gate and up. ``experts``:
-    stand in place of its MLP. ``weights``: how its projections are stored."""
+    rotates. ``softmax``: its scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and
+    values it attends to, None: its own. Without ``v_proj`` its values are its keys before their norm. ``token_inputs``:
+    width of the inputs of its own that it takes for each token. ``update_scale`` multiplies what its blocks add to the
+    stream. ``rotated``: channels of a head that are rotated, 0: all. ``fused``: a file has q, k and v as one
+    projection, and gate and up. ``experts``: stand in place of its MLP. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,6 +54,7 @@ class LayerConfig:
     qk_norm: bool | Literal["whole"] = False
     rope: int = 0
     softmax: Softmax = field(default_factory=Softmax)
+    sinks: bool = False
     activation: Gate = "silu"
     reads: int | None = None
     v_proj: bool = True

@@ -5,6 +5,7 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -39,6 +40,7 @@ class Attention(nn.Module):
             return norm(size * together, config.rms_norm_eps) if config.qk_norm and heads else None
 
         self.q_norm, self.k_norm = map(head_norm, config.heads[:2])
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
     def forward(
         self,
@@ -51,7 +53,8 @@ class Attention(nn.Module):
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         qkv_TND = self.normed(qkv_TO.unflatten(-1, (-1, self.config.head_dim)))
-        ask = GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, self.config.softmax)
+        softmax = replace(self.config.softmax, sinks_H=self.sinks)
+        ask = GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, softmax)
         attended_TI = attend(ask)
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]

@@ -64,6 +64,7 @@ class ModelConfig:
         llama: Any = {
             "rope": 0,
             "softmax": Softmax(),
+            "sinks": False,
             "activation": "silu",
             "v_proj": True,
             "token_inputs": 0,

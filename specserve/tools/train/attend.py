@@ -66,7 +66,7 @@ class TestTimeAttend:
 
 class CausalAttend:
     """Let every token attend to its own document up to itself, as a target does, and a draft at its first level. Raises
-    ValueError for rows longer than a layer's window, and for layers without keys and values of their own."""
+    ValueError for rows longer than a layer's window, for layers without keys and values of their own, and for sinks."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -75,6 +75,8 @@ class CausalAttend:
         (scale, window), size = (ask.softmax.scale, ask.softmax.window), ask.qkv_TND.shape[-1]
         if not ask.num_kv_heads:
             raise ValueError("--model-path: training does not support layers that share keys and values")
+        if ask.softmax.sinks_H is not None:
+            raise ValueError("--model-path: training does not support attention with sinks")
         if window is not None and window < self.packing.row_length:
             raise ValueError(
                 f"--max-length: at most {window}, the target's window, found {self.packing.row_length}"

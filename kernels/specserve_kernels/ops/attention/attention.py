@@ -35,6 +35,7 @@ from specserve_kernels.ops.attention.splits import (
     ALIGNED,
     FAR,
     NEAR,
+    add_sinks,
     fold,
     merge,
     nothing_seen,
@@ -71,8 +72,10 @@ def _rows_of(start, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS: tl.constexpr):
+def _store_rows(out, top_X, sum_X, acc_XD, sinks, value_scale, node_X, head_X, live_X, HEADS: tl.constexpr):
     D: tl.constexpr = acc_XD.shape[1]
+    if sinks is not None:
+        sum_X = add_sinks(top_X, sum_X, tl.load(sinks + head_X))
     result_XD = acc_XD / tl.where(sum_X == 0.0, 1.0, sum_X)[:, None]
     if value_scale is not None:
         result_XD *= value_scale
@@ -100,6 +103,7 @@ def _attend_kernel(
     scale,
     value_scale,  # scale of an FP8 cache's values; None: the cache has q's dtype
     window,  # None: rows see all positions from KV_START on
+    sinks,  # [Hq], scores of a key without a value; None: there is none
     q_stride,
     table_stride,
     page_stride,
@@ -234,7 +238,9 @@ def _attend_kernel(
             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
         )
         if stored == 1:
-            _store_rows(out, all_acc_RD, all_sum_R, value_scale, node_R, head_R, live_R, HEADS * GROUP)
+            _store_rows(
+                out, all_top_R, all_sum_R, all_acc_RD, sinks, value_scale, node_R, head_R, live_R, HEADS * GROUP
+            )  # fmt: skip
         else:
             store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
             ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, R) + tile
@@ -245,8 +251,12 @@ def _attend_kernel(
                 while row < tl.minimum(tile * R + R, count * GROUP):
                     node_X, head_X, live_X = _rows_of(row, first, count, head, GROUP, MERGED_ROWS)
                     row_X = row - tile * R + tl.arange(0, MERGED_ROWS)
-                    sum_X, acc_XD = merge_stored(acc, stats, its, HEADS, stored, row_X, live_X, R, D, MERGED)
-                    _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS * GROUP)
+                    top_X, sum_X, acc_XD = merge_stored(
+                        acc, stats, its, HEADS, stored, row_X, live_X, R, D, MERGED
+                    )
+                    _store_rows(
+                        out, top_X, sum_X, acc_XD, sinks, value_scale, node_X, head_X, live_X, HEADS * GROUP
+                    )
                     row += MERGED_ROWS
         at += 1
     if (TAIL == "chain") | (TAIL == "tree"):  # unused nodes get finite outputs, which are not read
@@ -313,6 +323,7 @@ def attend_nodes(
     kv_start: int = 0,
     scale: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Tree attention: a node of slot b sees positions from ``kv_start`` to below ``length_B[b]`` and its path. Keys and
     values of the nodes are already stored, node i's at ``length_B[b] + i``. With a ``kv_start`` there are only chains.
@@ -324,12 +335,13 @@ def attend_nodes(
     the start of each slot's nodes, at most ``max_nodes`` (64) a slot, none only if T is more than B; unused nodes get
     zeros. ``paths``: from ``list_paths``, for as many nodes; None: each slot's nodes are a chain. Index tensors are
     int64 or int32; ``length_B`` and ``q_start`` must not come from the launch right before this one: see ``pdl``.
-    ``scale``: what scores are multiplied by, None: one over the square root of D. Returns ``[T, Hq, D]``, contiguous.
+    ``scale``: what scores are multiplied by, None: one over the square root of D. ``sinks_H`` ``[Hq]``, a float dtype:
+    each head's score of one more key, whose value is 0. Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(
             q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", kv_start=kv_start, scales=scales,
-            scale=scale, window=window,
+            scale=scale, window=window, sinks_H=sinks_H,
         )  # fmt: skip
     assert not kv_start or paths is None
     tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
@@ -348,6 +360,7 @@ def attend_nodes(
         scales=scales,
         scale=scale,
         window=window,
+        sinks_H=sinks_H,
     )
 
 
@@ -362,17 +375,19 @@ def attend_frontier(
     scales: KVScales | None = None,
     scale: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
     in ``scratch_BKA[b, k]``, which list its path in order, from ``prefix_B[b]`` on; with K = 1 they are consecutive.
     For a ``window``, a row's position is ``prefix_B[b] + A - 1``.
 
-    Tensors and ``scale`` as in ``attend_nodes``. Rows that see nothing get zeros.
+    Tensors, ``scale`` and ``sinks_H`` as in ``attend_nodes``. Rows that see nothing get zeros.
     """
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
         entries=entries, kv_start=kv_start, seen=scratch_BKA, scales=scales, scale=scale, window=window,
+        sinks_H=sinks_H,
     )  # fmt: skip
 
 
@@ -394,6 +409,7 @@ def _launch(
     scales: KVScales | None,
     scale: float | None,
     window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
     assert window is None or window >= LEAST_WINDOW
@@ -413,6 +429,7 @@ def _launch(
         *sums,
         *scales_of(size, scale, scales),
         window,
+        sinks_H,
         q_TND.stride(0),
         pages_BM.stride(0),
         cache.stride(0),

@@ -21,7 +21,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.attention.blocks import load_block, scales_of
-from specserve_kernels.ops.attention.splits import FAR, NEAR, fold, merge, nothing_seen, row_sums, split_size
+from specserve_kernels.ops.attention.splits import (
+    FAR,
+    NEAR,
+    add_sinks,
+    fold,
+    merge,
+    nothing_seen,
+    row_sums,
+    split_size,
+)
 from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
 from specserve_kernels.types import KVScales
 
@@ -118,8 +127,9 @@ def _prefill_kernel(
     positions_T,
     out,  # [T, Hq, D]
     scale,
-    value_scale,  # this and window as in _attend_kernel
+    value_scale,  # this, window and sinks as in _attend_kernel
     window,
+    sinks,
     q_stride,
     table_stride,
     page_stride,
@@ -208,6 +218,8 @@ def _prefill_kernel(
             None, N, 1, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     top_R, sum_R, acc_RD = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
+    if sinks is not None:
+        sum_R = add_sinks(top_R, sum_R, tl.load(sinks + head) + tl.zeros_like(top_R))
     result_RD = acc_RD / sum_R[:, None]
     if value_scale is not None:
         result_RD *= value_scale
@@ -255,6 +267,7 @@ def attend_chunks(
     kv_start: int = 0,
     scale: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: token t sees positions from ``kv_start`` (at most 16) up to its own, ``positions_T[t]``,
     consecutive within a request; with a ``window`` the last ``window`` of them. Keys and values in the cache before a
@@ -264,8 +277,8 @@ def attend_chunks(
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``
     covers all T tokens, at most ``max_tokens`` a request, possibly none. Index tensors are int64 or int32. ``kv_TND``
     ``[T, 2 * Hk, D]``: the tokens' own keys and then values, as the cache holds them. ``prefix``: some request begins
-    after position 0. ``scale``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, contiguous, without meaning for tokens
-    before ``kv_start``.
+    after position 0. ``scale``, ``sinks_H``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, contiguous, without
+    meaning for tokens before ``kv_start``.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     wide = q_TND.element_size() == 4
@@ -290,6 +303,7 @@ def attend_chunks(
         out,
         *scales_of(size, scale, scales),
         window,
+        sinks_H,
         q_TND.stride(0),
         pages_BM.stride(0),
         cache.stride(0),

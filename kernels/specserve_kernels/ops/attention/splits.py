@@ -19,6 +19,8 @@ Shapes: R rows of a tile, N positions of a block, D head size, X columns of ones
 
 from __future__ import annotations
 
+from math import e, log2
+
 import triton
 import triton.language as tl
 
@@ -26,6 +28,7 @@ NEAR, FAR = 128, 1024  # positions of a split
 ALIGNED = 16  # keys that a tensor core adds at a time
 _GRID = tl.constexpr(3072.0)  # 1.5 * 2^11: added to a score, it leaves multiples of 2^-12
 _ONES = tl.constexpr(8)
+_LOG2_E = tl.constexpr(log2(e))
 
 
 @triton.jit
@@ -77,3 +80,9 @@ def merge(top_R, sum_R, acc_RD, its_top_R, its_sum_R, its_acc_RD):
     earlier_R, later_R = power(top_R - base_R), power(its_top_R - base_R)
     sum_R = sum_R * earlier_R + its_sum_R * later_R  # factors are powers of two: only the sum is rounded
     return new_R, sum_R, acc_RD * earlier_R[:, None] + its_acc_RD * later_R[:, None]
+
+
+@triton.jit
+def add_sinks(top_R, sum_R, sink_R):
+    """Return the sums of rows that also see a key of score ``sink_R`` and value 0, after all others."""
+    return sum_R + tl.exp2(tl.fma(sink_R.to(tl.float32), _LOG2_E, -top_R))

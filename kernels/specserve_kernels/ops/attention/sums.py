@@ -50,4 +50,4 @@ def merge_stored(
             its_top_X, its_sum_X, its_acc_XD = loaded[i]  # type: ignore[var-annotated]
             top_X, sum_X, acc_XD = merge(top_X, sum_X, acc_XD, its_top_X, its_sum_X, its_acc_XD)
         unit_X += MERGED
-    return sum_X, acc_XD
+    return top_X, sum_X, acc_XD

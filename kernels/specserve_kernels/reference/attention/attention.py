@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from specserve_kernels.types import KVScales
 
+SINK_KEYS = 16  # keys of score -inf and of a sink: as many as a CPU adds at a time
 PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
 
 
@@ -30,13 +31,14 @@ def paged_attention(
     bias: Tensor,
     scales: KVScales | None = None,
     scale: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention with an additive bias over all positions of each request's pages.
 
     ``cache``: ``[pages, (k, v), page size, Hk, D]``, of q's type or float8_e4m3fn, with ``scales``. ``bias``:
     ``group_bias`` of ``[B, N, L]``, 0 where visible, -inf where not, every row with at least one visible position;
-    L = M * page size. ``scale``: what scores are multiplied by, None: one over the square root of D. Returns
-    ``[B, N, Hq, D]``.
+    L = M * page size. ``scale``: what scores are multiplied by, None: one over the square root of D. ``sinks_H``: each
+    query head's score of one more key, whose value is 0. Returns ``[B, N, Hq, D]``.
     """
     batch, queries, heads, size = q_BNHD.shape
     kv_heads = cache.shape[3]
@@ -49,6 +51,15 @@ def paged_attention(
     key, value = scales or KVScales()
     k_BKLD, v_BKLD = gathered(0, key), gathered(1, value)
     group = heads // kv_heads
+    if sinks_H is not None:
+        own_H = sinks_H.to(q_BNHD.dtype)
+        sink_KN = (
+            own_H[:, None] if group * queries > PACK_ROWS else own_H.view(kv_heads, -1).repeat(1, queries)
+        )
+        before_BKNS = bias.new_full((batch, len(sink_KN), bias.shape[2], SINK_KEYS), -torch.inf)
+        before_BKNS[..., 0] = sink_KN
+        bias = torch.cat([before_BKNS, bias.expand(-1, len(sink_KN), -1, -1)], -1)
+        k_BKLD, v_BKLD = (F.pad(each, (0, 0, SINK_KEYS, 0)) for each in (k_BKLD, v_BKLD))
     if group * queries > PACK_ROWS:
         out = F.scaled_dot_product_attention(
             q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias, scale=scale, enable_gqa=group > 1
