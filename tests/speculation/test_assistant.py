@@ -61,7 +61,7 @@ def test_drafts_are_those_of_transformers(make: str, shape: Shape, sampling: str
 def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """A target, and drafts that often say what it says."""
     path = tmp_path_factory.mktemp("gemma4")
-    target = make_gemma4(path / "target", branch_scale=0.04, sliding_window=16, **SMALL)
+    target = make_gemma4(path / "target", branch_scale=0.04, sliding_window=8, **SMALL)
     drafts = {
         METHOD: make_assistant(path / "assistant", target, agree=True, clusters=(16, 5)),
         "EAGLE3": make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40),
@@ -71,7 +71,7 @@ def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_every_text_is_that_of_plain_decoding(agreeing: Models) -> None:
     """Prompts before, at and after the ends of windows, in chunks, pages, trees, from the cache and preempted."""
-    items = make_items(prompts([3, 15, 16, 17, 40, 8 * 16]), 6, 16)
+    items = make_items(prompts([3, 7, 8, 9, 20, 8 * 8]), 6, 16)
     names = [
         "GEMMA4_ASSISTANT chain",
         "GEMMA4_ASSISTANT tree",
@@ -119,7 +119,7 @@ def test_requests_of_a_batch_draft_as_each_alone(tmp_path: Path) -> None:
 def test_what_its_windows_see_is_not_freed(tmp_path: Path) -> None:
     """They begin before the target's. Elsewhere it read the pages of another group, and nothing was accepted."""
     target, draft = made("small", tmp_path, sliding_window=6)
-    work, found = [(prompts([30])[0], SamplingParams(temperature=0, max_tokens=30))], []
+    work, found = [(prompts([30])[0], SamplingParams(temperature=0, max_tokens=20))], []
     for keeps_all in (True, False):
         settings = {"page_size": 1, "disable_hybrid_kv_cache_manager": keeps_all}
         scheduler = scheduler_of(METHOD, target, draft, (3, 2, 7), **settings)
