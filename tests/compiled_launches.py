@@ -547,6 +547,14 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False) 
     run_experts(x_TH, routes, experts, "silu", x_TH if correction else None)
 
 
+def launch_packed_experts(tokens: int) -> None:
+    """Two, whose weights are of all kinds that are stored."""
+    x_TH = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
+    routes = route(x_TH, weight(2, 2048), Routing(2, 2))
+    for packed in packed_weights():
+        run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
+
+
 def main() -> None:
     checkpoints = Checkpoints(*map(Path, sys.argv[1:]))
     torch.set_num_threads(1)
@@ -565,6 +573,7 @@ def main() -> None:
         launch_packed(64, None)
         for tokens in (1, 64, 400):
             launch_experts(tokens)
+        launch_packed_experts(4)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
         compiler.until = "ttir"
@@ -577,6 +586,8 @@ def main() -> None:
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 4: [PLAIN]}, integers=True)
         launch_experts(4, correction=True, biased=True)
+        for tokens in (64, 400):
+            launch_packed_experts(tokens)
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
         launch_attention(256, 20, 16, whole=False)

@@ -60,12 +60,6 @@ def test_numbers_that_do_not_fit_are_named(fields: dict[str, Any], message: str,
         make_scheduler(tmp_path)
 
 
-def test_quantized_experts_are_refused(tmp_path: Path) -> None:
-    make_qwen3_moe(tmp_path)
-    with pytest.raises(ValueError, match="experts with rounded to int8, a scale an output are not supported"):
-        make_scheduler(tmp_path, quantization="int8")
-
-
 def eagerly(context: Context) -> Measure:
     return partial(measure_eager, context, 8, candidate_shapes)
 

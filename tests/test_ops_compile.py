@@ -126,10 +126,17 @@ def test_attention_adds_keys_in_their_order(compiled: list[Compiled]) -> None:
     assert rounded == {"attention.prefill._prefill_kernel", "attention.attention._attend_kernel"}
 
 
+def test_experts_add_inputs_in_their_order(compiled: list[Compiled]) -> None:
+    """So that tiles of all sizes give the same bits."""
+    made = [each for each in compiled if each["kernel"].startswith("experts.") and each["neighbours"]]
+    assert {tuple(each["neighbours"]) for each in made if "float32" not in each["variant"]} == {(2,)}
+
+
 def test_products_end_before_their_registers_are_overwritten(compiled: list[Compiled]) -> None:
     """Of weights that are converted. Attention's run until the next turn's first wait, after which their numbers are
     computed anew."""
-    made = [each for each in compiled if each["kernel"].startswith("linear.") and each["running"] is not None]
+    rooms = ("linear.", "experts.")
+    made = [each for each in compiled if each["kernel"].startswith(rooms) and each["running"] is not None]
     assert not [f"{each['kernel']} {each['variant']}" for each in made if each["running"]]
     wide = [each for each in made if "'O': 28672" in each["variant"] and "'BITS': 4" in each["variant"]]
     assert wide

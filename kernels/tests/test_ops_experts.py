@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
+from specserve_kernels.reference.linear.quantize import FP8
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -139,6 +141,65 @@ def test_sums_of_experts(
     expected = reference.run_experts(x_TH.double(), routes, wide, gate, shared)  # type: ignore[arg-type]
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
+    """(what a file holds, what it means in float64) of random numbers of this shape; ``kind`` begins with their dtype,
+    then how many inputs share a scale, 0 for all, and outputs."""
+    name, group, rows, *zeros = kind.split()
+    outputs, inputs, many = (
+        weight_EOI[..., 0].numel(),
+        weight_EOI.shape[-1],
+        int(group) or weight_EOI.shape[-1],
+    )
+    if name == "fp8":
+        values_OI = (weight_EOI.flatten(0, 1) * 50).to(FP8)
+    else:
+        low, high = (0, 16) if name == "int4" else (-128, 128)
+        values_OI = torch.randint(
+            low, high, (outputs, inputs), dtype=torch.uint8 if name == "int4" else torch.int8
+        )
+    groups, at_O, at_I = -(-inputs // many), torch.arange(outputs) // int(rows), torch.arange(inputs) // many
+    scale_SG = (torch.rand(-(-outputs // int(rows)), groups) + 0.5) / 400
+    zero_OG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if zeros else None
+    less = 8.0 if name == "int4" else 0.0
+    zero_OI = less if zero_OG is None else zero_OG[:, at_I].double()
+    meant_OI = (values_OI.double() - zero_OI) * scale_SG.double()[at_O][:, at_I]
+    held = pack(Numbers(values_OI, scale_SG, zero_OG, int(group), int(rows)))
+    moved = (each.to(DEVICE) if isinstance(each, Tensor) else each for each in held)
+    return Packed(*moved), meant_OI.view(weight_EOI.shape).to(DEVICE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("module", [reference, ops], ids=["reference", "ops"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fp8 0 1",
+        "fp8 128 128",
+        "fp8 128 3",
+        "int8 0 1",
+        "int8 64 1",
+        "int4 0 1",
+        "int4 32 1",
+        "int4 128 1 zeros",
+    ],
+)
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_sums_of_experts_as_in_a_file(tokens: int, kind: str, module: object, dtype: torch.dtype) -> None:
+    """Of sizes that end within a group, next to weights that are plain, and with biases."""
+    x_TH, routes, experts = drawn(tokens, 3, 2, 160, 80, True, dtype)
+    gate_up, meant_gate_up = as_in_a_file(experts.gate_up.cpu().float(), kind)  # type: ignore[union-attr]
+    down, meant_down = as_in_a_file(experts.down.cpu().float(), kind)  # type: ignore[union-attr]
+    down, meant_down = (experts.down, experts.down.double()) if tokens == 40 else (down, meant_down)  # type: ignore[union-attr]
+    biases = experts[2:]
+    found = module.run_experts(x_TH, routes, ExpertWeights(gate_up, down, *biases), "silu")  # type: ignore[attr-defined]
+    wide = ExpertWeights(meant_gate_up, meant_down, *(each.double() for each in biases))  # type: ignore[union-attr]
+    expected = reference.run_experts(x_TH.double(), routes, wide, "silu")
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(
+        found.double(), expected, atol=3 * scale * TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize(

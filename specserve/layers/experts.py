@@ -14,6 +14,7 @@ from specserve_kernels import Rounded, Routes
 from torch import Tensor, nn
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
+from specserve.layers.formats.stored import Joined, full_name
 from specserve.layers.linear import Linear
 
 
@@ -42,25 +43,23 @@ class Experts(nn.Module):
         assert config.experts is not None
         name, size = f"layers.{layer}.{config.experts.module}.experts", config.hidden_size
         (*gate_up_parts, down), inner = config.experts.parts, config.experts.inner_size
-        self.sizes = config.experts.routing.experts, -1
-        numbers, new = range(config.experts.routing.experts), config.weights.projection
+        self.count = config.experts.routing.experts
+        numbers, new = range(self.count), config.weights.projection
         gate_up = {f"{n}.{part}": inner for n in numbers for part in gate_up_parts}
         self.gate_up_proj = new(name, size, gate_up, config.mlp_bias)
         self.down_proj = new(name, inner, {f"{n}.{down}": size for n in numbers}, config.mlp_bias)
         for each in (self.gate_up_proj, self.down_proj):
-            if not isinstance(each, Linear):
-                words = config.weights.words
-                raise ValueError(f"experts with {words} are not supported: expected weights of 16 or 32 bits")
+            if isinstance(each, Joined):
+                raise ValueError(
+                    f"{full_name(name)}: all experts must be stored in the same way, found several"
+                )
             each.stacked = True
 
     @property
     def stacked(self) -> kernels.ExpertWeights:
-        """All weights, in the model's dtype."""
-        (gate_up, gate_up_bias), (down, down_bias) = (
-            (weight.unflatten(0, self.sizes), None if bias is None else bias.unflatten(0, self.sizes))
-            for weight, bias in (self.gate_up_proj.rows(None), self.down_proj.rows(None))
-        )
-        return kernels.ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+        gate_up, gate_up_bias_EO = self.gate_up_proj.of_experts(self.count)
+        down, down_bias_EH = self.down_proj.of_experts(self.count)
+        return kernels.ExpertWeights(gate_up, down, gate_up_bias_EO, down_bias_EH)
 
 
 class ExpertsMLP(nn.Module):

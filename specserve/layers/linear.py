@@ -104,6 +104,11 @@ class Linear(Projection, nn.Linear):
         self._check_plain()
         return (self.weight, self.bias) if ids_R is None else pick_rows(self.weight, self.bias, ids_R)
 
+    def of_experts(self, count: int) -> tuple[Tensor, Tensor | None]:
+        self._check_plain()
+        bias_EO = None if self.bias is None else self.bias.unflatten(0, (count, -1))
+        return self.weight.unflatten(0, (count, -1)), bias_EO
+
     def _check_plain(self) -> None:
         assert self.weight.numel(), "a packed weight has no rows to read"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from specserve_kernels import Gate, Rounded
+from specserve_kernels import Gate, Packed, Rounded
 from torch import Tensor, nn
 
 
@@ -67,6 +67,11 @@ class Projection(nn.Module):
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return weight ``[R, I]`` and bias ``[R]`` of these outputs (None: all) in the model's dtype. They are copies,
         except for all outputs of a format that holds them in this form."""
+        raise NotImplementedError
+
+    def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None]:
+        """Return the weights of ``count`` experts, which are stacked in this projection, as ``ExpertWeights`` has them.
+        Raises NotImplementedError if this format can't hold experts."""
         raise NotImplementedError
 
 

@@ -107,6 +107,8 @@ class StoredProjection(Projection):
             scale_SG = numbers[-1].scale_SG
             if not scale_SG.is_meta and not scale_SG.isfinite().all():
                 raise ValueError(f"the scales of {name} must be finite numbers, found others")
+        if self.stacked and any(part.order_I is not None for part in numbers):
+            raise ValueError("experts need inputs in their order, found another one in g_idx")
         biases = [moved(part["bias"], self._device, self._dtype) for part in files if "bias" in part]
         if _in_one_order(numbers):
             self._hold(numbers, torch.cat(biases) if biases else None)
@@ -126,6 +128,7 @@ class StoredProjection(Projection):
         if not served:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
             self.plain.rounding = FP8 if is_fp8 else None
+            self.plain.stacked = self.stacked
             return
         held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
         for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
@@ -171,6 +174,11 @@ class StoredProjection(Projection):
             return instead.rows(ids_R)
         bias_O = self.bias_O if ids_R is None or self.bias_O is None else self.bias_O[ids_R]
         return dequantize_packed(self.packed, self._dtype, ids_R), bias_O
+
+    def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None]:
+        if self._instead is not None:
+            return self._instead.of_experts(count)
+        return self.packed, None if self.bias_O is None else self.bias_O.unflatten(0, (count, -1))
 
 
 def moved(found: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -4,11 +4,15 @@ size, P = T * K pairs of a token and one of its experts, X tiles of pairs with t
 Tiles of pairs are multiplied by their expert's weights: each expert that a token chose is read once. Inputs are added
 16 at a time in order, as in ``linear``, and a token's outputs in the order of its experts: its bits depend neither on
 other tokens nor on how many there are. For few tokens the program that is the last to multiply adds them.
+
+Weights as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, and a step's sum,
+from zero, is multiplied by its scale. That also ends the step's product: otherwise the next step could overwrite its
+registers, see ``running_products`` in ``tests/compiled_launches.py``. Activations are not rounded.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,10 +22,12 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
 from specserve_kernels.ops.experts.route import pairs_of_tile
 from specserve_kernels.ops.layer.activation import activate
+from specserve_kernels.ops.linear.packed import number_of, numbers, words_of
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import GATES, Gate
+from specserve_kernels.reference.linear.packed import Packed
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
 BLOCK_H = 1024  # hidden channels of a program that adds outputs
@@ -45,22 +51,30 @@ def blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
     return block, block
 
 
+def packed_blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
+    """Choose them for weights of 8 and 4 bits, whose steps are their own. With fewer outputs, Triton would take inputs
+    in another order. Registers hold each sum twice."""
+    stages = (6 if pairs == 16 else 5) - element_size
+    block = Block(64, 0, 8 if pairs == 128 else 4, stages)
+    return block, block
+
+
 def run_experts(
     x_TH: Tensor, routes: Routes, experts: ExpertWeights, gate: Gate, shared_TH: Tensor | None = None
 ) -> Tensor:
     """Same as the reference, summed in float32. The routes have the tiles of ``route`` on a GPU."""
     assert routes.tiles is not None
     tokens, size = x_TH.shape
-    count, width, _ = experts.gate_up_EOH.shape
-    pairs, inner, chosen = routes.expert_TK.numel(), width // 2, routes.expert_TK.shape[1]
+    count, inner = experts.sizes(size)
+    pairs, chosen = routes.expert_TK.numel(), routes.expert_TK.shape[1]
     order_P, tile_X3 = routes.tiles
     tile, tiles, few = pairs_of_tile(pairs, count), len(tile_X3) - 1, tokens <= FEW_TOKENS
-    for_gates, for_outputs = blocks_for(tile, x_TH.element_size())
     shape = {"E": count, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
+    weights, options, outputs = _launch(experts.gate_up, tile, x_TH, gates=True)
     inner_PI = x_TH.new_empty((pairs, inner))
-    _gate_up_kernel[(tiles, cdiv(inner, for_gates.outputs))](
+    _gate_up_kernel[(tiles, cdiv(inner, outputs))](
         x_TH,
-        experts.gate_up_EOH,
+        *weights,
         experts.gate_up_bias_EO,
         order_P,
         tile_X3,
@@ -68,14 +82,15 @@ def run_experts(
         x_TH.stride(0),
         GATED=GATES.index(gate),
         **shape,
-        **_options(for_gates),
+        **options,
     )
+    weights, options, outputs = _launch(experts.down, tile, x_TH, gates=False)
     made_PH = x_TH.new_empty((pairs, size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
-    blocks = cdiv(size, for_outputs.outputs)
+    blocks = cdiv(size, outputs)
     _down_kernel[(tiles, blocks)](
         inner_PI,
-        experts.down_EHI,
+        *weights,
         experts.down_bias_EH,
         order_P,
         tile_X3,
@@ -88,7 +103,7 @@ def run_experts(
         tiles,
         ADDED=max(16, next_power_of_2(tokens)) if few else 0,
         **shape,
-        **_options(for_outputs),
+        **options,
     )
     if not few:
         _add_kernel[(tokens * cdiv(size, BLOCK_H),)](
@@ -97,19 +112,46 @@ def run_experts(
     return out_TH
 
 
-def _options(block: Block) -> dict[str, int]:
-    return {
+def _launch(
+    weight: Tensor | Packed, tile: int, x_TH: Tensor, gates: bool
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any], int]:
+    """Return a kernel's numbers, scales and zero points, its constants, and the outputs of a program."""
+    packed = isinstance(weight, Packed)
+    block = (packed_blocks_for if packed else blocks_for)(tile, x_TH.element_size())[0 if gates else 1]
+    options: dict[str, Any] = {
         "BLOCK_O": block.outputs,
         "BLOCK_I": block.inputs,
         "num_warps": block.warps,
         "num_stages": block.stages,
+        "BITS": 16,
+        "TOTAL": 0,
+        "SCALES": 0,
+        "ROWS": 1,
+        "SCALE": tl.float32,
+        "GROUPED": False,
     }
+    if isinstance(weight, Tensor):
+        return (weight, None, None), options, block.outputs
+    scale, zero = weight.scale_WSN, weight.zero_WON
+    options |= {
+        "BLOCK_I": weight.step,
+        "BITS": weight.bits,
+        "TOTAL": len(weight.values),
+        "SCALES": scale.shape[1],
+        "ROWS": weight.rows,
+        "SCALE": getattr(tl, str(scale.dtype).removeprefix("torch.")),
+        "GROUPED": weight.grouped,
+    }
+    scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
+    return (weight.values, scale, zero), options, block.outputs
 
 
 @triton.jit
 def _gate_up_kernel(
     x_ptr,  # [T, H]
-    weight_ptr,  # [E, 2 * I, H]
+    weight_ptr,  # [E, 2 * I, H], in 8 bits [E * 2 * I, padded H], in 4 bits half of it
+    scale_ptr,  # as in ``packed_linear``, or None
+    zero_ptr,  # likewise
     bias_ptr,  # [E, 2 * I]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
@@ -123,6 +165,12 @@ def _gate_up_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    BITS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
@@ -133,16 +181,50 @@ def _gate_up_kernel(
     if expert < E:
         here = first + p < end
         token = tl.load(order_ptr + first + p, mask=here, other=0) // K
-        rows = weight_ptr + expert.to(tl.int64) * (2 * I * H) + o[:, None] * H
+        row, there = expert.to(tl.int64) * (2 * I) + o, o < I
         gate, up = tl.zeros((BLOCK_O, BLOCK_P), tl.float32), tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
-        for start in range(0, H, BLOCK_I):
-            inside = start + h < H
-            x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride + (start + h)[:, None]
-            x = tl.load(x_ptrs, mask=here[None, :] & inside[:, None], other=0)
-            wanted = (o < I)[:, None] & inside[None, :]
-            weight_ptrs = rows + (start + h)[None, :]
-            gate = tl.dot(tl.load(weight_ptrs, mask=wanted, other=0), x, gate, input_precision="ieee")
-            up = tl.dot(tl.load(weight_ptrs + I * H, mask=wanted, other=0), x, up, input_precision="ieee")
+        for step in range(0, (H + BLOCK_I - 1) // BLOCK_I):
+            at = step * BLOCK_I + h
+            x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride + at[:, None]
+            x = tl.load(x_ptrs, mask=here[None, :] & (at < H)[:, None], other=0)
+            gate = _times(
+                weight_ptr,
+                scale_ptr,
+                zero_ptr,
+                row,
+                there,
+                at,
+                step,
+                x,
+                gate,
+                H,
+                BLOCK_I,
+                BITS,
+                TOTAL,
+                SCALES,
+                ROWS,
+                SCALE,
+                GROUPED,
+            )
+            up = _times(
+                weight_ptr,
+                scale_ptr,
+                zero_ptr,
+                row + I,
+                there,
+                at,
+                step,
+                x,
+                up,
+                H,
+                BLOCK_I,
+                BITS,
+                TOTAL,
+                SCALES,
+                ROWS,
+                SCALE,
+                GROUPED,
+            )
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * 2 * I + o
             gate += tl.load(bias_ptrs, mask=o < I, other=0).to(tl.float32)[:, None]
@@ -157,12 +239,14 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles"])
 def _down_kernel(
     inner_ptr,  # [P, I], sorted
-    weight_ptr,  # [E, H, I]
+    weight_ptr,  # [E, H, I], in 8 bits [E * H, padded I], in 4 bits half of it
+    scale_ptr,  # as in ``packed_linear``, or None
+    zero_ptr,  # likewise
     bias_ptr,  # [E, H]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
     made_ptr,  # [P, H]
-    scale_ptr,  # [T, K]
+    share_ptr,  # [T, K]
     shared_ptr,  # [T, H]
     out_ptr,  # [T, H]
     tickets_ptr,  # int32, 0, for each block of outputs, if ADDED
@@ -176,30 +260,51 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    BITS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
     waits: the launch before made the inner states, the one before that the tiles."""
     p, o, i = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
-    at = tl.program_id(0) * 3
-    expert = load_settled(tile_ptr + at, True, 0)
-    first, end = (
-        load_settled(tile_ptr + at + 1, expert < E, 0),
-        load_settled(tile_ptr + at + 2, expert < E, 0),
-    )
+    tile_ptrs = tile_ptr + tl.program_id(0) * 3
+    expert = load_settled(tile_ptrs, True, 0)
+    first = load_settled(tile_ptrs + 1, expert < E, 0)
+    end = load_settled(tile_ptrs + 2, expert < E, 0)
     here = first + p < end
     pair = load_settled(order_ptr + first + p, here, 0).to(tl.int64)
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
     if expert < E:
-        rows = weight_ptr + expert.to(tl.int64) * (H * I) + o[:, None] * I
+        row, there = expert.to(tl.int64) * H + o, o < H
         sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
-        for start in range(0, I, BLOCK_I):
-            inside = start + i < I
-            x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I + (start + i)[:, None]
-            x = tl.load(x_ptrs, mask=here[None, :] & inside[:, None], other=0)
-            weight = tl.load(rows + (start + i)[None, :], mask=(o < H)[:, None] & inside[None, :], other=0)
-            sums = tl.dot(weight, x, sums, input_precision="ieee")
+        for step in range(0, (I + BLOCK_I - 1) // BLOCK_I):
+            at = step * BLOCK_I + i
+            x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I + at[:, None]
+            x = tl.load(x_ptrs, mask=here[None, :] & (at < I)[:, None], other=0)
+            sums = _times(
+                weight_ptr,
+                scale_ptr,
+                zero_ptr,
+                row,
+                there,
+                at,
+                step,
+                x,
+                sums,
+                I,
+                BLOCK_I,
+                BITS,
+                TOTAL,
+                SCALES,
+                ROWS,
+                SCALE,
+                GROUPED,
+            )
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + expert * H + o, mask=o < H, other=0).to(tl.float32)[:, None]
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
@@ -210,13 +315,57 @@ def _down_kernel(
             if arrived == used:
                 tl.store(tickets_ptr + tl.program_id(1), 0)
                 t = tl.arange(0, ADDED)
-                _add(made_ptr, scale_ptr, shared_ptr, out_ptr, t, o, t < tokens, o < H, K, H)
+                _add(made_ptr, share_ptr, shared_ptr, out_ptr, t, o, t < tokens, o < H, K, H)
+
+
+@triton.jit
+def _times(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    row,
+    there,
+    at,
+    step,
+    x,
+    sums,
+    INPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """Return ``sums`` plus the products of a step's inputs ``x`` and the weights of some rows."""
+    if BITS == 16:
+        weight_ptrs = weight_ptr + row[:, None] * INPUTS + at[None, :]
+        weight = tl.load(weight_ptrs, mask=there[:, None] & (at < INPUTS)[None, :], other=0)
+        return tl.dot(weight, x, sums, input_precision="ieee")
+    else:
+        BYTES: tl.constexpr = STEP * BITS // 8
+        WIDTH: tl.constexpr = (INPUTS + STEP - 1) // STEP * BYTES
+        weight_ptrs = weight_ptr + row[:, None] * WIDTH + step * BYTES + tl.arange(0, BYTES)[None, :]
+        values = tl.load(weight_ptrs, mask=there[:, None])
+        ZEROS: tl.constexpr = zero_ptr is not None
+        weight = numbers(values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS).to(
+            x.dtype
+        )
+        product = tl.dot(weight, x, input_precision="ieee")
+        if GROUPED:
+            scale = number_of(scale_ptr + row // ROWS, step, SCALES, there, SCALE).to(tl.float32)
+        else:
+            scale = tl.load(scale_ptr + row // ROWS, mask=there, other=0).to(tl.float32)
+        if BITS == 4 and not ZEROS:
+            scale *= 1 / 16
+        return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
 
 
 @triton.jit
 def _add_kernel(
     made_ptr,  # [T, K, H]
-    scale_ptr,  # [T, K]
+    share_ptr,  # [T, K]
     shared_ptr,  # [T, H]
     out_ptr,  # [T, H]
     K: tl.constexpr,
@@ -228,19 +377,19 @@ def _add_kernel(
     t = tl.program_id(0) // BLOCKS + tl.arange(0, 1)
     h = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     take_turn(OVERLAP)
-    _add(made_ptr, scale_ptr, shared_ptr, out_ptr, t, h, t >= 0, h < H, K, H)
+    _add(made_ptr, share_ptr, shared_ptr, out_ptr, t, h, t >= 0, h < H, K, H)
 
 
 @triton.jit
-def _add(made_ptr, scale_ptr, shared_ptr, out_ptr, t, h, there_t, there_h, K: tl.constexpr, H: tl.constexpr):
+def _add(made_ptr, share_ptr, shared_ptr, out_ptr, t, h, there_t, there_h, K: tl.constexpr, H: tl.constexpr):
     """Add the outputs of tokens' experts in their order. Bypasses L1, which is not coherent with other programs'
     stores."""
     row, there = t.to(tl.int64)[:, None], there_t[:, None] & there_h[None, :]
     sums = tl.zeros((t.shape[0], h.shape[0]), tl.float32)
     for k in tl.static_range(K):
         made = tl.load(made_ptr + (row * K + k) * H + h[None, :], mask=there, other=0, cache_modifier=".cg")
-        scale = tl.load(scale_ptr + row * K + k, mask=there_t[:, None], other=0)
-        sums = tl.fma(made, tl.broadcast_to(scale, made.shape), sums)
+        share = tl.load(share_ptr + row * K + k, mask=there_t[:, None], other=0)
+        sums = tl.fma(made, tl.broadcast_to(share, made.shape), sums)
     if shared_ptr is not None:
         sums += tl.load(shared_ptr + row * H + h[None, :], mask=there, other=0).to(tl.float32)
     tl.store(out_ptr + row * H + h[None, :], sums.to(out_ptr.dtype.element_ty), mask=there)

@@ -78,8 +78,8 @@ def packed_linear(
         TensorDescriptor.from_tensor(x.values, [columns * block.tokens, block.inputs]),
         TensorDescriptor.from_tensor(values, [block.outputs, block.inputs * bits // 8]),
         x.unit_GT,
-        _words(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
-        x.unit_GT if weight.zero_WON is None else _words(weight.zero_WON),
+        words_of(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
+        x.unit_GT if weight.zero_WON is None else words_of(weight.zero_WON),
         x.unit_GT if bias_O is None else bias_O,
         out_TO,
         part,
@@ -152,7 +152,7 @@ def convert(weight: Packed) -> Tensor:
     out_OP = weight.values.new_empty((outputs, 2 * width), dtype=torch.int8)
     _convert_kernel[(cdiv(outputs, _ROWS), 2 * width // weight.step)](
         weight.values,
-        out_OP if weight.zero_WON is None else _words(weight.zero_WON),
+        out_OP if weight.zero_WON is None else words_of(weight.zero_WON),
         out_OP,
         O=outputs,
         P=2 * width,
@@ -165,7 +165,8 @@ def convert(weight: Packed) -> Tensor:
     return out_OP
 
 
-def _words(each_WON: Tensor) -> Tensor:
+def words_of(each_WON: Tensor) -> Tensor:
+    """Return scales or zero points as kernels load them."""
     return each_WON.view(torch.int32)
 
 
@@ -280,11 +281,11 @@ def _packed_linear_kernel(
         for step in tl.range(begin, end, num_stages=STAGES):
             x = x_desc.load([COLUMNS * first_t, step * STEP]).T
             values = values_desc.load([first_o, step * COLUMN])
-            weight = _numbers(values, zero_ptrs, step, inside_o, O, BITS, ZEROS)
+            weight = numbers(values, zero_ptrs, step, inside_o, O, BITS, ZEROS)
             sums = _add(weight, x, scale_ptrs, step, inside_o, sums, SCALES, SCALE, GROUPED)
             if GATED:
                 values = values_desc.load([WIDTH + first_o, step * COLUMN])
-                weight = _numbers(values, zero_ptrs2, step, inside_o, O, BITS, ZEROS)
+                weight = numbers(values, zero_ptrs2, step, inside_o, O, BITS, ZEROS)
                 gates = _add(weight, x, scale_ptrs2, step, inside_o, gates, SCALES, SCALE, GROUPED)
         total += sums
         gated += gates
@@ -320,7 +321,7 @@ def _convert_kernel(
     inside_o, row, HALF = o < O, o.to(tl.int64)[:, None], STEP // 2
     values_ptrs = values_ptr + row * (P // 2) + step * HALF + tl.arange(0, STEP // 2)[None, :]
     values = tl.load(values_ptrs, mask=inside_o[:, None], other=0)
-    weight = _numbers(values, zero_ptr + o, step, inside_o, O, 4, ZEROS)
+    weight = numbers(values, zero_ptr + o, step, inside_o, O, 4, ZEROS)
     tl.store(out_ptr + row * P + step * STEP + tl.arange(0, STEP)[None, :], weight, mask=inside_o[:, None])
 
 
@@ -343,7 +344,7 @@ def _tile(
 
 
 @triton.jit
-def _numbers(values, zero_ptrs, step, inside_o, O: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr):
+def numbers(values, zero_ptrs, step, inside_o, O: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr):
     """Return a step's numbers ``[O, STEP]`` in 8 bits, in the order of the inputs, without moving any between threads:
     see ``Packed``. 4 bits become 16 times their number, or, with zero points, their difference."""
     if BITS == 8:
@@ -352,7 +353,7 @@ def _numbers(values, zero_ptrs, step, inside_o, O: tl.constexpr, BITS: tl.conste
         ROWS: tl.constexpr = values.shape[0]
         CHUNKS: tl.constexpr = values.shape[1] // 16
         if ZEROS:
-            zero = _of_group(zero_ptrs, step, O, inside_o, tl.uint8)
+            zero = number_of(zero_ptrs, step, O, inside_o, tl.uint8)
             low, high = _less(values, tl.broadcast_to(zero[:, None], values.shape))
         else:
             low, high = _sixteenfold(values)
@@ -404,14 +405,14 @@ def _add(
             high, low = tl.split(tl.reshape(product, (sums.shape[0], sums.shape[1], 2)))
             product = (high * 128 + low).to(tl.float32)
         if GROUPED:
-            scale = _of_group(scale_ptrs, step, SCALES, inside_o, SCALE).to(tl.float32)
+            scale = number_of(scale_ptrs, step, SCALES, inside_o, SCALE).to(tl.float32)
             return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
         else:
             return sums + product
 
 
 @triton.jit
-def _of_group(ptrs, group, each: tl.constexpr, inside_o, dtype: tl.constexpr):
+def number_of(ptrs, group, each: tl.constexpr, inside_o, dtype: tl.constexpr):
     """Load the numbers of a group from words of 32 bits with one, two or four groups."""
     BITS: tl.constexpr = dtype.primitive_bitwidth
     GROUPS: tl.constexpr = 32 // BITS

@@ -12,15 +12,34 @@ from torch.nn import functional as F
 
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import Gate, apply_gate
+from specserve_kernels.reference.linear.packed import Packed, dequantize_packed
 
 
 class ExpertWeights(NamedTuple):
-    """Stacked weights: ``gate_up_EOH``, O = 2 I, gates first; ``down_EHI``; and their biases, or None."""
+    """Stacked weights: ``gate_up`` ``[E, O, H]``, O = 2 I, gates first, and ``down`` ``[E, H, I]``; as in a file, with
+    the same rows, but two dimensions. And their biases, or None."""
 
-    gate_up_EOH: Tensor
-    down_EHI: Tensor
+    gate_up: Tensor | Packed
+    down: Tensor | Packed
     gate_up_bias_EO: Tensor | None = None
     down_bias_EH: Tensor | None = None
+
+    def sizes(self, hidden: int) -> tuple[int, int]:
+        """Return E and I."""
+        count = _rows(self.down) // hidden
+        return count, _rows(self.gate_up) // (2 * count)
+
+
+def _rows(weight: Tensor | Packed) -> int:
+    return len(weight.values if isinstance(weight, Packed) else weight.flatten(0, 1))
+
+
+def _weight_of(weight: Tensor | Packed, number: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return an expert's weight."""
+    if isinstance(weight, Tensor):
+        return weight[number]
+    row_O = torch.arange(len(weight.values) // count, device=weight.values.device)
+    return dequantize_packed(weight, dtype, row_O + number * len(row_O))
 
 
 def run_experts(
@@ -30,7 +49,8 @@ def run_experts(
     ``shared_TH``: added in float32 at least, and rounded once."""
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     out_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
-    chosen = routes.expert_TK.unique().tolist() if x_TH.is_cpu else range(len(experts.down_EHI))
+    count, _ = experts.sizes(x_TH.shape[1])
+    chosen = routes.expert_TK.unique().tolist() if x_TH.is_cpu else range(count)
     for number in chosen:
         yes_TK = routes.expert_TK == number
         # Elsewhere the host would have to wait for the tokens' numbers; the others have a weight of 0.
@@ -39,7 +59,10 @@ def run_experts(
         bias_O, bias_H = (
             None if each is None else each[number] for each in (experts.gate_up_bias_EO, experts.down_bias_EH)
         )
-        inner_XI = apply_gate(F.linear(x_TH[token_X], experts.gate_up_EOH[number], bias_O), gate)
-        made_XH = F.linear(inner_XI, experts.down_EHI[number], bias_H).to(wide)
+        gate_up_OH, down_HI = (
+            _weight_of(each, number, count, x_TH.dtype) for each in (experts.gate_up, experts.down)
+        )
+        inner_XI = apply_gate(F.linear(x_TH[token_X], gate_up_OH, bias_O), gate)
+        made_XH = F.linear(inner_XI, down_HI, bias_H).to(wide)
         out_TH[token_X] += weight_X1.to(wide) * made_XH
     return (out_TH if shared_TH is None else out_TH + shared_TH.to(wide)).to(x_TH.dtype)
