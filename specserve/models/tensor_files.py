@@ -2,6 +2,8 @@
 
 Names are compared without a leading ``model.``, ``language_model.`` or ``text_model.`` and with ``midlayer.`` read as
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
+So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
+read as one for each projection of each.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
@@ -40,6 +43,13 @@ def canonical(name: str) -> str:
     """Return this package's name for a tensor of a file."""
     name = re.sub(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", "", name)
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _projections(experts: str, fused: str) -> list[str]:
+    """Return the names of the projections in a fused one."""
+    if ".block_sparse_moe." in experts:
+        return ["w1", "w3"] if fused == "gate_up" else ["w2"]
+    return [f"{part}_proj" for part in fused.split("_")]
 
 
 class TensorFiles:
@@ -55,6 +65,7 @@ class TensorFiles:
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
         self._opened: dict[Path, Any] = {}  # for their headers
+        self._slices: dict[str, tuple[int, slice]] = {}  # of a fused tensor: the expert, and its rows
         listed, assigned = weight_files(path)
         self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
         places = [(file, name) for file in listed for name in self._names(file)]
@@ -64,6 +75,25 @@ class TensorFiles:
             if other != (file, name) and assigned.get(name) != other[0]:
                 twice = f"as {other[1]} in {other[0].name}, as {name} in {file.name}"
                 raise ValueError(f"{path} has {canonical(name)} twice: {twice}")
+        for name in self.names():
+            if found := _EXPERTS.fullmatch(name):
+                self._split(name, found[1], _projections(found[1], found[2]))
+
+    def _split(self, fused: str, experts: str, projections: list[str]) -> None:
+        """Name the projections in a fused tensor. Raises ValueError if its shape can't be theirs, or if one is there
+        by itself."""
+        shape = self.header(fused).shape
+        if len(shape) != 3 or shape[1] % len(projections):
+            wanted = f"expected experts, outputs of {' and '.join(projections)}, and inputs"
+            raise ValueError(f"{self.file(fused)}: tensor {fused} has shape {list(shape)}, {wanted}")
+        place, size = self._files.pop(fused), shape[1] // len(projections)
+        for expert in range(shape[0]):
+            for number, part in enumerate(projections):
+                name = f"{experts}.{expert}.{part}.weight"
+                if name in self._files:
+                    raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
+                self._files[name] = place
+                self._slices[name] = expert, slice(number * size, (number + 1) * size)
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix == ".safetensors":
@@ -100,7 +130,11 @@ class TensorFiles:
         if file in self._opened:
             header = self._opened[file].get_slice(stored)
             if dtype := _DTYPES.get(header.get_dtype()):
-                return Header(tuple(header.get_shape()), dtype)
+                shape = tuple(header.get_shape())
+                if name in self._slices:
+                    _, rows = self._slices[name]
+                    shape = rows.stop - rows.start, shape[2]
+                return Header(shape, dtype)
         return Header(tuple(self[name].shape), self[name].dtype)
 
     def file(self, name: str) -> Path:
@@ -112,8 +146,14 @@ class TensorFiles:
     def __getitem__(self, name: str) -> Tensor:
         file, stored = self.file(name), self._files[name][1]
         if file in self._pickled:
-            return self._pickled[file][stored]
-        found = _open_safetensors(file).get_tensor(stored)
+            found = self._pickled[file][stored]
+            return found[self._slices[name]] if name in self._slices else found
+        opened = _open_safetensors(file)
+        found = (
+            opened.get_slice(stored)[self._slices[name]]
+            if name in self._slices
+            else opened.get_tensor(stored)
+        )
         assert isinstance(found, Tensor)
         return found
 

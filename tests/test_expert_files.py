@@ -1,4 +1,4 @@
-"""Experts whose weights are quantized: in the published layouts, or at load."""
+"""Files of experts: one tensor or many, and quantized, in the published layouts or at load."""
 
 from __future__ import annotations
 
@@ -7,18 +7,59 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import load_target
 from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
+from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train.attend import CausalAttend, Packing
-from tests.engines import held_as_on_a_gpu, make_scheduler
-from tests.reference.models import make_qwen3_moe, save_checkpoint
+from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler
+from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.quantized import DIALECTS, dequantize, quantize
+
+
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_experts_may_be_one_tensor(safetensors: bool, tmp_path: Path) -> None:
+    state, config = load_checkpoint(make_qwen3_moe(tmp_path / "apart"))
+    for layer in range(1, config["num_hidden_layers"]):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([state.pop(f"{experts}.{number}.{part}_proj.weight") for number in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        state |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+    save_checkpoint(tmp_path / "fused", state, config, safetensors=safetensors)
+    apart, fused = (TensorFiles(tmp_path / each) for each in ("apart", "fused"))
+    assert {*fused.names()} == {*apart.names()}
+    for name in fused.names():
+        assert fused.header(name) == apart.header(name)
+        assert torch.equal(fused[name], apart[name])
+    work = [([3, 9, 27, 17], SamplingParams(temperature=0, max_tokens=4))]
+    answers = [answer_all(make_scheduler(tmp_path / each), work)[0].tokens for each in ("apart", "fused")]
+    assert answers[0] == answers[1]
+
+
+def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:
+    name = "layers.0.block_sparse_moe.experts.gate_up_proj"
+    save_file({f"model.{name}": torch.zeros(2, 6, 4)}, tmp_path / "model.safetensors")
+    assert TensorFiles(tmp_path).names()[:2] == [
+        f"layers.0.block_sparse_moe.experts.0.{part}.weight" for part in ("w1", "w3")
+    ]
+    save_file({f"model.{name}": torch.zeros(2, 5, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj has shape \[2, 5, 4\], expected experts, outputs of w1 and w3"
+    ):
+        TensorFiles(tmp_path)
+    both = {f"model.{name}": torch.zeros(2, 6, 4), f"model.{name[:-12]}0.w3.weight": torch.zeros(3, 4)}
+    save_file(both, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts.0.w3.weight twice: by itself, and in .*gate_up_proj"):
+        TensorFiles(tmp_path)
 
 
 def logits_of(path: Path, dtype: torch.dtype, config: ModelConfig | None = None) -> Tensor:

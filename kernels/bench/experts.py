@@ -1,0 +1,113 @@
+"""Times the router and the experts of Qwen3-30B-A3B's layers in a CUDA graph, microseconds a layer.
+
+    python kernels/bench/experts.py [--tokens 1 16 64] [--formats bf16 fp8 int4] [--sweep]
+
+A graph runs all layers, which together exceed the L2 cache; each chooses experts by a router of its own. Bytes are
+those of the weights of the distinct experts that were chosen. ``--sweep`` tries other launches for small tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import torch
+from layers import graph_seconds
+from specserve_kernels import FP8, ExpertWeights, Numbers, Packed, Routing, pack
+from specserve_kernels.ops.experts import experts as ops
+from specserve_kernels.ops.experts.route import route
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS = 2048, 768, 128, 8, 6
+GROUP = 128  # inputs that share a scale in 4 bits
+BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}
+OUTPUTS, STEPS, WARPS, STAGES = (32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5, 6)
+Layer = tuple[Tensor, ExpertWeights]
+
+
+def weight(rows: int, inputs: int, kept: str) -> Tensor | Packed:
+    if kept == "bf16":
+        return torch.randn(EXPERTS, rows, inputs, device="cuda", dtype=torch.bfloat16) * inputs**-0.5
+    outputs = EXPERTS * rows
+    if kept == "fp8":
+        values = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16).to(FP8)
+        scale = torch.full((outputs // 128, inputs // 128), inputs**-0.5, device="cuda")
+        return pack(Numbers(values, scale, None, 128, 128))
+    values = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
+    scale = torch.full((outputs, inputs // GROUP), inputs**-0.5 / 5, device="cuda", dtype=torch.bfloat16)
+    return pack(Numbers(values, scale, None, GROUP))
+
+
+def make_layers(kept: str) -> list[Layer]:
+    return [
+        (
+            torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) * HIDDEN**-0.5,
+            ExpertWeights(weight(2 * INNER, HIDDEN, kept), weight(HIDDEN, INNER, kept)),
+        )
+        for _ in range(LAYERS)
+    ]
+
+
+def calls(x_TH: Tensor, layers: list[Layer]) -> Iterator[Callable[[], object]]:
+    def run(router: Tensor, experts: ExpertWeights) -> Tensor:
+        return ops.run_experts(x_TH, route(x_TH, router, Routing(EXPERTS, CHOSEN)), experts, "silu")
+
+    return (partial(run, *layer) for layer in layers)
+
+
+def seconds(x_TH: Tensor, layers: list[Layer]) -> float:
+    """Launches overlap as in an engine: none reads anything but tiles before the one before it has ended."""
+    return graph_seconds([*calls(x_TH, layers)], 7, overlapping=True)
+
+
+def chosen(x_TH: Tensor, layers: list[Layer]) -> float:
+    """Return the mean number of distinct experts of a layer."""
+    routes = [route(x_TH, router, Routing(EXPERTS, CHOSEN)) for router, _ in layers]
+    return sum(each.expert_TK.unique().numel() for each in routes) / len(layers)
+
+
+def swept(x_TH: Tensor, layers: list[Layer], packed: bool) -> Iterator[tuple[float, str]]:
+    """The launches that fit, of gates and of outputs, each next to the other's usual one."""
+    name = "packed_blocks_for" if packed else "blocks_for"
+    usual = getattr(ops, name)(16, 2)
+    for which, outputs, step, warps, stages in itertools.product((0, 1), OUTPUTS, STEPS, WARPS, STAGES):
+        if packed and (outputs < 64 or step != 128):
+            continue
+        blocks = list(usual)
+        blocks[which] = ops.Block(outputs, step, warps, stages)
+        with mock.patch.object(ops, name, return_value=tuple(blocks)):
+            try:
+                yield seconds(x_TH, layers), f"{('gates', 'outputs')[which]} {(outputs, step, warps, stages)}"
+            except OutOfResources:
+                continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--formats", nargs="+", choices=BYTES, default=list(BYTES))
+    parser.add_argument(
+        "--sweep", action="store_true", help="other launches, the five fastest of each number of tokens"
+    )
+    args = parser.parse_args()
+    for kept in args.formats:
+        layers = make_layers(kept)
+        for tokens in args.tokens:
+            x_TH = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            size = chosen(x_TH, layers) * 3 * HIDDEN * INNER * BYTES[kept]
+            time = seconds(x_TH, layers)
+            print(
+                f"{kept} {tokens} tokens: {time * 1e6:.1f} us, {size / 1e6:.0f} MB, {size / time * 1e-12:.2f} TB/s"
+            )
+            if args.sweep:
+                for other, name in sorted(swept(x_TH, layers, kept != "bf16"))[:5]:
+                    print(f"    {other * 1e6:.1f} us {name}", flush=True)
+        del layers
+
+
+if __name__ == "__main__":
+    main()
