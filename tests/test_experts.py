@@ -11,6 +11,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import transformers
 from specserve_kernels import Routes, gather_slots
 
 from benchmarks.configurations import CHOICES, pairwise
@@ -23,15 +24,32 @@ from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
 from tests.engines import context_of, make_scheduler
 from tests.reference.draft_models import make_eagle3
+from tests.reference.gemma4 import draw_weights
 from tests.reference.models import make_llama, make_qwen3_moe
 from tests.test_graphs import fake_graphs
+from tests.test_more_targets import SIZES
 
 Measure = Callable[[], CostModel]
 
 
-def test_every_text_is_identical(tmp_path: Path) -> None:
+def make_gpt_oss(path: Path) -> Path:
+    """With the blocks' parts of the stream small, so that a draft agrees."""
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 8}
+    config = transformers.GptOssConfig(**{**SIZES, **sizes, "bos_token_id": 0})
+    model = transformers.GptOssForCausalLM(config)
+    draw_weights(model)
+    for name, weight in model.named_parameters():
+        weight.data *= 0.1 if "down_proj" in name or "o_proj" in name else 1
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make", [partial(make_qwen3_moe, branch_scale=0.1), make_gpt_oss], ids=["qwen3", "gpt-oss"]
+)
+def test_every_text_is_identical(make: Callable[[Path], Path], tmp_path: Path) -> None:
     """In batches, chunks and trees, whose tokens go through other experts."""
-    target = make_qwen3_moe(tmp_path / "target", branch_scale=0.1)
+    target = make(tmp_path / "target")
     draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
     models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
     items = make_items(

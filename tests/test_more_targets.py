@@ -56,6 +56,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 8}
+        | {"rope_parameters": {**YARN, "truncate": False}, "bos_token_id": 0},
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3 with windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 9}),
     "olmo 2": ("Olmo2", {"attention_bias": True}),

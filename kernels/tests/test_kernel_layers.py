@@ -67,6 +67,24 @@ def test_gelu() -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
 
 
+def test_clamped_silu() -> None:
+    """As gpt-oss has it."""
+    gate, up = 5 * draws(9, 6, seed=1), 5 * draws(9, 6, seed=2)
+
+    def clamped(g: float, u: float) -> float:
+        g, u = min(g, 7.0), max(-7.0, min(u, 7.0))
+        return g / (1 + math.exp(-1.702 * g)) * (u + 1)
+
+    expected = [
+        [clamped(g, u) for g, u in zip(*rows, strict=True)]
+        for rows in zip(gate.tolist(), up.tolist(), strict=True)
+    ]
+    assert gate.max() > 7
+    assert up.min() < -7
+    found = apply_gate(torch.cat([gate, up], dim=1), "clamped_silu")
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
+
+
 def test_rotary() -> None:
     """The reference turns row i to position i."""
     frequencies = [1.0, 0.3, 0.02, 0.5]

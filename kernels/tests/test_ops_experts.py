@@ -129,7 +129,7 @@ def drawn(
         (150, 2, 1, 32, 16, False),
     ],
 )
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped_silu"])
 def test_sums_of_experts(
     tokens: int, count: int, chosen: int, size: int, inner: int, biased: bool, dtype: torch.dtype, gate: str
 ) -> None:

@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "SeedOssForCausalLM": "llama.SeedOssModel",
     "MinistralForCausalLM": "mistral.MinistralModel",
     "CwmForCausalLM": "cwm.CwmModel",
+    "GptOssForCausalLM": "gpt_oss.GptOssModel",
 }
 
 

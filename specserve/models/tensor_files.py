@@ -3,7 +3,8 @@
 Names are compared without a leading ``model.``, ``language_model.`` or ``text_model.`` and with ``midlayer.`` read as
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
-read as one for each projection of each.
+read as one for each projection of each. Next to one of their biases, as gpt-oss has it, it is [E, I, O], with gates and
+ups by turns.
 """
 
 from __future__ import annotations
@@ -30,13 +31,33 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
 class Header(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class _Part(NamedTuple):
+    """One expert's ``rows`` of a fused tensor. ``by_turns``: it is laid out as gpt-oss's."""
+
+    expert: int
+    rows: slice
+    by_turns: bool
+
+    def of(self, fused: Any) -> Tensor:
+        """Read it. ``fused``: a tensor, or a slice of a file."""
+        if not self.by_turns:
+            found: Tensor = fused[self.expert, self.rows]
+            return found
+        one: Tensor = fused[self.expert]
+        return (one.mT if one.ndim == 2 else one)[self.rows]
+
+    def shape(self, fused: tuple[int, ...]) -> tuple[int, ...]:
+        outputs, *inputs = reversed(fused[1:]) if self.by_turns else fused[1:]
+        return len(range(outputs)[self.rows]), *inputs
 
 
 def canonical(name: str) -> str:
@@ -65,7 +86,7 @@ class TensorFiles:
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
         self._opened: dict[Path, Any] = {}  # for their headers
-        self._slices: dict[str, tuple[int, slice]] = {}  # of a fused tensor: the expert, and its rows
+        self._parts: dict[str, _Part] = {}  # of fused tensors
         listed, assigned = weight_files(path)
         self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
         places = [(file, name) for file in listed for name in self._names(file)]
@@ -75,25 +96,31 @@ class TensorFiles:
             if other != (file, name) and assigned.get(name) != other[0]:
                 twice = f"as {other[1]} in {other[0].name}, as {name} in {file.name}"
                 raise ValueError(f"{path} has {canonical(name)} twice: {twice}")
+        by_turns = any(name.endswith(".experts.gate_up_proj_bias") for name in self._files)
         for name in self.names():
             if found := _EXPERTS.fullmatch(name):
-                self._split(name, found[1], _projections(found[1], found[2]))
+                kind = "bias" if found[3] else "weight"
+                self._split(name, found[1], _projections(found[1], found[2]), kind, by_turns)
 
-    def _split(self, fused: str, experts: str, projections: list[str]) -> None:
+    def _split(self, fused: str, experts: str, projections: list[str], kind: str, by_turns: bool) -> None:
         """Name the projections in a fused tensor. Raises ValueError if its shape can't be theirs, or if one is there
         by itself."""
-        shape = self.header(fused).shape
-        if len(shape) != 3 or shape[1] % len(projections):
-            wanted = f"expected experts, outputs of {' and '.join(projections)}, and inputs"
+        shape, axis = self.header(fused).shape, 2 if by_turns and kind == "weight" else 1
+        if len(shape) != (3 if kind == "weight" else 2) or shape[axis] % len(projections):
+            outputs = f"outputs of {' and '.join(projections)}"
+            wanted = (
+                f"expected experts, {f'inputs, and {outputs}' if axis == 2 else f'{outputs}, and inputs'}"
+            )
             raise ValueError(f"{self.file(fused)}: tensor {fused} has shape {list(shape)}, {wanted}")
-        place, size = self._files.pop(fused), shape[1] // len(projections)
+        place, count, size = self._files.pop(fused), len(projections), shape[axis] // len(projections)
         for expert in range(shape[0]):
             for number, part in enumerate(projections):
-                name = f"{experts}.{expert}.{part}.weight"
+                name = f"{experts}.{expert}.{part}.{kind}"
                 if name in self._files:
                     raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
                 self._files[name] = place
-                self._slices[name] = expert, slice(number * size, (number + 1) * size)
+                rows = slice(number, None, count) if by_turns else slice(number * size, (number + 1) * size)
+                self._parts[name] = _Part(expert, rows, by_turns)
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix == ".safetensors":
@@ -131,10 +158,7 @@ class TensorFiles:
             header = self._opened[file].get_slice(stored)
             if dtype := _DTYPES.get(header.get_dtype()):
                 shape = tuple(header.get_shape())
-                if name in self._slices:
-                    _, rows = self._slices[name]
-                    shape = rows.stop - rows.start, shape[2]
-                return Header(shape, dtype)
+                return Header(self._parts[name].shape(shape) if name in self._parts else shape, dtype)
         return Header(tuple(self[name].shape), self[name].dtype)
 
     def file(self, name: str) -> Path:
@@ -146,14 +170,12 @@ class TensorFiles:
     def __getitem__(self, name: str) -> Tensor:
         file, stored = self.file(name), self._files[name][1]
         if file in self._pickled:
-            found = self._pickled[file][stored]
-            return found[self._slices[name]] if name in self._slices else found
+            whole = self._pickled[file][stored]
+            return self._parts[name].of(whole) if name in self._parts else whole
         opened = _open_safetensors(file)
-        found = (
-            opened.get_slice(stored)[self._slices[name]]
-            if name in self._slices
-            else opened.get_tensor(stored)
-        )
+        if name in self._parts:
+            return self._parts[name].of(opened.get_slice(stored))
+        found = opened.get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
 

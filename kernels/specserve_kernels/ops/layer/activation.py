@@ -9,12 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
-from specserve_kernels.reference.layer.activation import GATES, Gate
+from specserve_kernels.reference.layer.activation import CLAMP, GATES, SLOPE, Gate
 
 BLOCK = 1024  # channels of a program
 WARPS = 4
 # GELU is ``x / (1 + exp(-2 u))`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``.
 _CUBIC, _MINUS_TWICE = tl.constexpr(0.044715), tl.constexpr(-2 * sqrt(2 / pi) * log2(e))
+
+_CLAMP, _MINUS_SLOPE = tl.constexpr(CLAMP), tl.constexpr(-SLOPE * log2(e))
 
 
 def apply_gate(gate_up_T2I: Tensor, gated: Gate) -> Tensor:
@@ -63,7 +65,11 @@ def activate(gate, up, GATED: tl.constexpr):
     """Return ``activation(gate) * up``, rounded before the product, as in the reference. ``GATED``: the activation's
     place in ``GATES``."""
     wide = gate.to(tl.float32)
-    if GATED == 1:
+    if GATED == 3:
+        wide = tl.minimum(wide, _CLAMP)
+        up = (tl.minimum(tl.maximum(up.to(tl.float32), -_CLAMP), _CLAMP) + 1).to(gate.dtype)
+        divisor = 1 + tl.exp2(tl.minimum(wide * _MINUS_SLOPE, 115.0))
+    elif GATED == 1:
         divisor = 1 + tl.exp(-wide)
     else:  # no sum is left to the compiler, which may round a product first or not; 2^115 can still be divided by
         turn = wide * tl.fma(wide * wide, _CUBIC, 1.0)
