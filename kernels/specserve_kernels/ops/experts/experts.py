@@ -22,7 +22,8 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
 from specserve_kernels.ops.experts.route import pairs_of_tile
 from specserve_kernels.ops.layer.activation import activate
-from specserve_kernels.ops.linear.packed import number_of, numbers, words_of
+from specserve_kernels.ops.linear.nibbles import BFLOATS, BFLOATS_LESS, HALFS, HALFS_LESS
+from specserve_kernels.ops.linear.packed import COMPILED, in_order, number_of, numbers, words_of
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes
@@ -349,17 +350,51 @@ def _times(
         weight_ptrs = weight_ptr + row[:, None] * WIDTH + step * BYTES + tl.arange(0, BYTES)[None, :]
         values = tl.load(weight_ptrs, mask=there[:, None])
         ZEROS: tl.constexpr = zero_ptr is not None
-        weight = numbers(values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS).to(
-            x.dtype
-        )
+        weight = _floats(values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, x.dtype)
         product = tl.dot(weight, x, input_precision="ieee")
         if GROUPED:
             scale = number_of(scale_ptr + row // ROWS, step, SCALES, there, SCALE).to(tl.float32)
         else:
             scale = tl.load(scale_ptr + row // ROWS, mask=there, other=0).to(tl.float32)
-        if BITS == 4 and not ZEROS:
-            scale *= 1 / 16
         return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
+
+
+@triton.jit
+def _floats(
+    values,
+    zero_ptrs,
+    step,
+    there,
+    TOTAL: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Return a step's numbers, exactly, in the dtype of the activations."""
+    if BITS == 4 and COMPILED and dtype.primitive_bitwidth == 16:
+        if ZEROS:
+            zero = number_of(zero_ptrs, step, TOTAL, there, tl.uint8)
+            low, high = tl.inline_asm_elementwise(
+                BFLOATS_LESS if dtype == tl.bfloat16 else HALFS_LESS,
+                "=r,=r,=r,=r,r,r",
+                [values, tl.broadcast_to(zero[:, None], values.shape)],
+                dtype=(dtype.value, dtype.value),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                BFLOATS if dtype == tl.bfloat16 else HALFS,
+                "=r,=r,=r,=r,r",
+                [values],
+                dtype=(dtype.value, dtype.value),
+                is_pure=True,
+                pack=4,
+            )
+        return in_order(low, high)
+    else:
+        plain = numbers(values, zero_ptrs, step, there, TOTAL, BITS, ZEROS).to(dtype)
+        return plain * 0.0625 if BITS == 4 and not ZEROS else plain
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""PTX that makes bytes of 4-bit numbers, four at a time: the low halves of the bytes, and the high ones."""
+"""PTX that makes bytes or 16-bit floats of 4-bit numbers, four at a time: of low halves of bytes, and of high ones."""
 
 from __future__ import annotations
 
@@ -26,3 +26,44 @@ LESS = tl.constexpr(
     }"""
 )
 """Minus the second argument. The highest bit of a byte keeps a difference from borrowing, and is its inverted sign."""
+
+
+def _floats(zeros: bool, half: bool) -> str:
+    """Make floats, pairs of which share a register. A half is put into the lowest bits of a power of two, which the
+    result is less; without zero points, the highest bit of two's complement is inverted, and the result also 8 less."""
+    power, minus_one, one, less = (
+        ("0x64006400", "0xbc00bc00", "0x3c003c00", "0xe408e408")
+        if half
+        else ("0x43004300", "0xbf80bf80", "0x3f803f80", "0xc308c308")
+    )
+    kind = "f16x2" if half else "bf16x2"
+    if zeros:
+        power_of = f"lop3.b32 {{0}}, {{0}}, 0x000f000f, {power}, 0xea;"
+        begin = f"prmt.b32 zero, $5, 0, 0x4040; or.b32 zero, zero, {power}; mov.b32 less, {minus_one};"
+        end = f"fma.rn.{kind} {{1}}, zero, less, {{0}};"
+    else:
+        power_of = f"lop3.b32 {{0}}, {{0}}, 0x000f000f, {power[:5]}8{power[6:9]}8, 0x6a;"
+        begin = f"mov.b32 zero, {one}; mov.b32 less, {less};"
+        end = f"fma.rn.{kind} {{1}}, {{0}}, zero, less;"
+    pairs = [("down", "0x4140"), ("down", "0x4342"), ("up", "0x4140"), ("up", "0x4342")]
+    lines = [
+        line.format("pair", f"${number}").replace("word", word)
+        for number, (word, bytes_) in enumerate(pairs)
+        for line in (f"prmt.b32 pair, word, 0, {bytes_};", power_of, end)
+    ]
+    return "\n".join(
+        [
+            "{",
+            ".reg .b32 up, down, zero, less, pair;",
+            begin,
+            "mov.b32 down, $4;",
+            "shr.b32 up, $4, 4;",
+            *lines,
+            "}",
+        ]
+    )
+
+
+BFLOATS, HALFS = tl.constexpr(_floats(False, False)), tl.constexpr(_floats(False, True))
+BFLOATS_LESS, HALFS_LESS = tl.constexpr(_floats(True, False)), tl.constexpr(_floats(True, True))
+"""In bfloat16 and float16, of two's complement and minus the second argument."""

@@ -50,7 +50,7 @@ _MOST_STEP = 512  # inputs of a step: ranges begin at multiples
 _NEIGHBORS = 8  # tiles of tokens that are multiplied by the same outputs at about the same time
 _BESIDE = 2048  # bytes of shared memory outside the stages, scales included
 CONVERT_FROM = 512  # tokens
-_COMPILED = tl.constexpr(not INTERPRETED)
+COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def packed_linear(
@@ -350,21 +350,27 @@ def numbers(values, zero_ptrs, step, inside_o, O: tl.constexpr, BITS: tl.constex
     if BITS == 8:
         return values
     else:
-        ROWS: tl.constexpr = values.shape[0]
-        CHUNKS: tl.constexpr = values.shape[1] // 16
         if ZEROS:
             zero = number_of(zero_ptrs, step, O, inside_o, tl.uint8)
             low, high = _less(values, tl.broadcast_to(zero[:, None], values.shape))
         else:
             low, high = _sixteenfold(values)
-        parts = tl.reshape(tl.join(low, high), (ROWS, 4, CHUNKS, 4, 2))
-        return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3)), (ROWS, 32 * CHUNKS))
+        return in_order(low, high)
+
+
+@triton.jit
+def in_order(low, high):
+    """Return the numbers of a step's bytes in the order of the inputs."""
+    ROWS: tl.constexpr = low.shape[0]
+    CHUNKS: tl.constexpr = low.shape[1] // 16
+    parts = tl.reshape(tl.join(low, high), (ROWS, 4, CHUNKS, 4, 2))
+    return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3)), (ROWS, 32 * CHUNKS))
 
 
 @triton.jit
 def _sixteenfold(values):
     """Return the low and high halves of bytes, in two's complement, times 16."""
-    if _COMPILED:
+    if COMPILED:
         return tl.inline_asm_elementwise(
             SIXTEENFOLD, "=r,=r,r", [values], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
@@ -375,7 +381,7 @@ def _sixteenfold(values):
 @triton.jit
 def _less(values, zero):
     """Return the low and high halves of bytes, minus ``zero``."""
-    if _COMPILED:
+    if COMPILED:
         return tl.inline_asm_elementwise(
             LESS, "=r,=r,r,r", [values, zero], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
