@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
@@ -20,8 +22,10 @@ from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler
+from tests.reference.gemma4 import draw_weights
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.quantized import DIALECTS, dequantize, quantize
+from tests.test_more_targets import SIZES
 
 
 @pytest.mark.parametrize("safetensors", [True, False])
@@ -43,6 +47,38 @@ def test_experts_may_be_one_tensor(safetensors: bool, tmp_path: Path) -> None:
     work = [([3, 9, 27, 17], SamplingParams(temperature=0, max_tokens=4))]
     answers = [answer_all(make_scheduler(tmp_path / each), work)[0].tokens for each in ("apart", "fused")]
     assert answers[0] == answers[1]
+
+
+def test_experts_in_mxfp4_are_converted(tmp_path: Path) -> None:
+    """To what transformers makes of them."""
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16, "bos_token_id": 0}
+    sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**SIZES, **sizes}))
+    draw_weights(model)
+    model.bfloat16().save_pretrained(tmp_path / "plain")
+    state, config = load_checkpoint(tmp_path / "plain")
+    packed, draws = dict(state), torch.Generator().manual_seed(0)
+    for name in [
+        name for name in state if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj")
+    ]:
+        experts, inputs, outputs = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=draws, dtype=torch.uint8)
+        scales = torch.randint(118, 124, blocks.shape[:-1], generator=draws, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        state[name] = convert_moe_packed_tensors(blocks, scales)
+    quantized = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    save_checkpoint(tmp_path / "packed", packed, quantized, safetensors=True)
+    save_checkpoint(tmp_path / "plain", state, config, safetensors=True)
+    ours, theirs = (
+        load_target(tmp_path / each, torch.bfloat16, torch.device("cpu")).state_dict()
+        for each in ("packed", "plain")
+    )
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    del packed["model.layers.1.mlp.experts.down_proj_scales"]
+    save_checkpoint(tmp_path / "packed", packed, quantized, safetensors=True)
+    with pytest.raises(ValueError, match=r"has no tensor layers\.1\.mlp\.experts\.down_proj_scales"):
+        load_model_config(tmp_path / "packed")
 
 
 def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ NOT_READ = (
     "quanto",
     "eetq",
     "torchao",
-    "mxfp4",
     "gguf",
 )
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -4,11 +4,12 @@ Names are compared without a leading ``model.``, ``language_model.`` or ``text_m
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
 read as one for each projection of each. Next to one of their biases, as gpt-oss has it, it is [E, I, O], with gates and
-ups by turns.
+ups by turns; or [E, O, I] in MXFP4, ``experts.gate_up_proj_blocks`` and ``_scales``, which becomes bfloat16.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import pickle
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from specserve.layers.formats import mxfp4
 from specserve.layers.weights import FLOATS
 from specserve.models.config import read_json
 
@@ -31,7 +33,8 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks)?")
+_DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
@@ -40,24 +43,31 @@ class Header(NamedTuple):
     dtype: torch.dtype
 
 
+_Place = tuple[Path, str]  # the file, and the name in it
+
+
 class _Part(NamedTuple):
-    """One expert's ``rows`` of a fused tensor. ``by_turns``: it is laid out as gpt-oss's."""
+    """One expert's ``rows`` of a fused tensor. ``by_inputs``: it is ``[E, I, O]``. ``scales``: of MXFP4."""
 
     expert: int
     rows: slice
-    by_turns: bool
+    by_inputs: bool
+    scales: _Place | None
 
     def of(self, fused: Any) -> Tensor:
         """Read it. ``fused``: a tensor, or a slice of a file."""
-        if not self.by_turns:
+        if self.rows.stop is not None and not self.by_inputs:
             found: Tensor = fused[self.expert, self.rows]
             return found
         one: Tensor = fused[self.expert]
-        return (one.mT if one.ndim == 2 else one)[self.rows]
+        return (one.mT if self.by_inputs else one)[self.rows]
 
-    def shape(self, fused: tuple[int, ...]) -> tuple[int, ...]:
-        outputs, *inputs = reversed(fused[1:]) if self.by_turns else fused[1:]
-        return len(range(outputs)[self.rows]), *inputs
+    def header(self, fused: Header) -> Header:
+        outputs, *inputs = reversed(fused.shape[1:]) if self.by_inputs else fused.shape[1:]
+        rows = len(range(outputs)[self.rows])
+        if self.scales is None:
+            return Header((rows, *inputs), fused.dtype)
+        return Header((rows, inputs[0] * mxfp4.GROUP), torch.bfloat16)
 
 
 def canonical(name: str) -> str:
@@ -83,7 +93,7 @@ class TensorFiles:
         """Raise ValueError for files that are missing or can't be read, and for a tensor that is there twice unless
         an index says which of them counts."""
         self.path = path
-        self._files: dict[str, tuple[Path, str]] = {}
+        self._files: dict[str, _Place] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
         self._opened: dict[Path, Any] = {}  # for their headers
         self._parts: dict[str, _Part] = {}  # of fused tensors
@@ -99,28 +109,32 @@ class TensorFiles:
         by_turns = any(name.endswith(".experts.gate_up_proj_bias") for name in self._files)
         for name in self.names():
             if found := _EXPERTS.fullmatch(name):
-                kind = "bias" if found[3] else "weight"
-                self._split(name, found[1], _projections(found[1], found[2]), kind, by_turns)
+                self._split(found, by_turns)
 
-    def _split(self, fused: str, experts: str, projections: list[str], kind: str, by_turns: bool) -> None:
+    def _split(self, found: re.Match[str], by_turns: bool) -> None:
         """Name the projections in a fused tensor. Raises ValueError if its shape can't be theirs, or if one is there
         by itself."""
-        shape, axis = self.header(fused).shape, 2 if by_turns and kind == "weight" else 1
-        if len(shape) != (3 if kind == "weight" else 2) or shape[axis] % len(projections):
-            outputs = f"outputs of {' and '.join(projections)}"
-            wanted = (
-                f"expected experts, {f'inputs, and {outputs}' if axis == 2 else f'{outputs}, and inputs'}"
-            )
+        fused, (experts, stem, kind) = found[0], found.groups()
+        shape, projections = self.header(fused).shape, _projections(experts, stem)
+        by_inputs, count = by_turns and kind is None, len(projections)
+        axis = 2 if by_inputs else 1
+        if len(shape) != _DIMENSIONS[kind] or shape[axis] % count:
+            sizes = [f"outputs of {' and '.join(projections)}", "inputs"][:: -1 if by_inputs else 1]
+            wanted = f"expected experts, {sizes[0]}, and {sizes[1]}"
             raise ValueError(f"{self.file(fused)}: tensor {fused} has shape {list(shape)}, {wanted}")
-        place, count, size = self._files.pop(fused), len(projections), shape[axis] // len(projections)
-        for expert in range(shape[0]):
-            for number, part in enumerate(projections):
-                name = f"{experts}.{expert}.{part}.{kind}"
-                if name in self._files:
-                    raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
-                self._files[name] = place
-                rows = slice(number, None, count) if by_turns else slice(number * size, (number + 1) * size)
-                self._parts[name] = _Part(expert, rows, by_turns)
+        scales = self._take(f"{experts}.{stem}_proj_scales") if kind == "_blocks" else None
+        place, size = self._take(fused), shape[axis] // count
+        for number, (expert, part) in enumerate(itertools.product(range(shape[0]), projections)):
+            name = f"{experts}.{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
+            if name in self._files:
+                raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
+            at = number % count
+            rows = slice(at, None, count) if by_turns else slice(at * size, (at + 1) * size)
+            self._files[name], self._parts[name] = place, _Part(expert, rows, by_inputs, scales)
+
+    def _take(self, name: str) -> _Place:
+        self.file(name)
+        return self._files.pop(name)
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix == ".safetensors":
@@ -155,10 +169,10 @@ class TensorFiles:
         """Return what is known of the tensor ``name`` without reading it. Raises ValueError if there is none."""
         file, stored = self.file(name), self._files[name][1]
         if file in self._opened:
-            header = self._opened[file].get_slice(stored)
-            if dtype := _DTYPES.get(header.get_dtype()):
-                shape = tuple(header.get_shape())
-                return Header(self._parts[name].shape(shape) if name in self._parts else shape, dtype)
+            found = self._opened[file].get_slice(stored)
+            if dtype := _DTYPES.get(found.get_dtype()):
+                header = Header(tuple(found.get_shape()), dtype)
+                return self._parts[name].header(header) if name in self._parts else header
         return Header(tuple(self[name].shape), self[name].dtype)
 
     def file(self, name: str) -> Path:
@@ -169,15 +183,23 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> Tensor:
         file, stored = self.file(name), self._files[name][1]
+        if (part := self._parts.get(name)) is not None:
+            of_part = part.of(self._slice((file, stored)))
+            return (
+                of_part if part.scales is None else mxfp4.decode(of_part, part.of(self._slice(part.scales)))
+            )
         if file in self._pickled:
-            whole = self._pickled[file][stored]
-            return self._parts[name].of(whole) if name in self._parts else whole
-        opened = _open_safetensors(file)
-        if name in self._parts:
-            return self._parts[name].of(opened.get_slice(stored))
-        found = opened.get_tensor(stored)
+            return self._pickled[file][stored]
+        found = _open_safetensors(file).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
+
+    def _slice(self, place: _Place) -> Any:
+        """Return what reads a part of a tensor."""
+        file, stored = place
+        if file in self._pickled:
+            return self._pickled[file][stored]
+        return _open_safetensors(file).get_slice(stored)
 
     def check(self, name: str, target: Tensor) -> None:
         """Raise ValueError naming the file if there is no tensor ``name`` that fits a parameter's ``target``."""

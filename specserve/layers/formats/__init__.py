@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specserve.layers.formats import awq, compressed_tensors, fp8, gptq, modelopt
+from specserve.layers.formats import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
 from specserve.layers.weights import FORMATS, Dtypes, WeightFormat, register
 
 register("fp8", fp8.read)
@@ -13,6 +13,7 @@ register("modelopt", modelopt.read)
 register("compressed-tensors", compressed_tensors.read)
 register("awq", awq.read)
 register("gptq", gptq.read)
+register("mxfp4", mxfp4.read)
 
 _TABLES = "its weights are codebook indices, which no kernel here supports"
 _OWN = "its tensors have their own names and layout, which no reader here supports"
@@ -34,7 +35,6 @@ REFUSED = {
     "hqq": (_OWN, _ROUND),
     "intel/auto-round": (_OWN, _EXPORT),
     "marlin": (_OWN, "serve the GPTQ checkpoint that it was made from"),
-    "mxfp4": ("it stores experts, which no architecture here has", "serve a model without experts"),
     "paroquant": (_ROTATED, _ROUND),
     "qqq": (_OWN, _ROUND),
     "quanto": (_OWN, _ROUND),
