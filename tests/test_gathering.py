@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -45,13 +47,10 @@ class Arrivals:
                 since = []
             self.now += tick
 
-    @property
+    @cached_property
     def others(self) -> list[Request]:
-        @dataclass
-        class Other:
-            prefilling: bool
-
-        return cast(list[Request], [Other(number < self.prefilling) for number in range(self.running)])
+        others = [SimpleNamespace(prefilling=number < self.prefilling) for number in range(self.running)]
+        return cast(list[Request], others)
 
 
 @pytest.fixture
