@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,7 @@ ORDER = [
 
 def test_every_module_says_what_it_is() -> None:
     files = [*(ROOT / "specserve").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
-    assert not [
-        file for file in files if file.stat().st_size and not ast.get_docstring(ast.parse(file.read_text()))
-    ]
+    assert not [file for file in files if file.stat().st_size and not ast.get_docstring(tree_of(file))]
 
 
 def test_what_to_read_first_is_read_in_an_evening() -> None:
@@ -92,16 +90,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
+def imports(file: Path) -> set[str]:
     """The package's modules that a file imports, wherever in it and for whatever purpose."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    found: set[str] = set()
+    for node in ast.walk(tree_of(file)):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:
             inside = [f"{node.module}.{name.name}" for name in node.names]
             names = [name if name in MODULES else node.module for name in inside]
         elif isinstance(node, ast.Import):
             names = [name.name for name in node.names]
-        yield from (name for name in names if name in MODULES)
+        found |= {name for name in names if name in MODULES}
+    return found
 
 
 def module_of(file: Path) -> str:
@@ -130,7 +136,7 @@ def test_only_their_records_know_methods_by_name() -> None:
     for module, file in MODULES.items():
         if module in records or module.startswith("specserve.models.draft."):
             continue
-        tree = ast.parse(file.read_text())
+        tree = tree_of(file)
         prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
@@ -142,7 +148,7 @@ def test_only_their_records_know_methods_by_name() -> None:
 
 
 def test_no_imports_go_in_circles() -> None:
-    graph = {module: set(imports(file)) - {module} for module, file in MODULES.items()}
+    graph = {module: imports(file) - {module} for module, file in MODULES.items()}
     while leaves := [module for module, targets in graph.items() if not targets & set(graph)]:
         for module in leaves:
             del graph[module]
