@@ -418,11 +418,12 @@ def launch_attention(
     dtype: torch.dtype = torch.bfloat16,
     scales: KVScales | None = None,
     whole: bool = True,
+    chains: bool = True,
     sinks: bool = False,
 ) -> None:
     """Chains, trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and
-    values in FP8. ``sinks``: heads have them. Unless ``whole``, those whose loops no other has: neither from position
-    1, nor in FP8 all but trees."""
+    values in FP8. ``sinks``: heads have them. Unless ``whole``, none from position 1; unless ``chains``, neither these
+    nor frontiers, whose loop is one of a tree's."""
     heads, kv_heads, page = 32, 8, 16
     kept = dtype if scales is None else torch.float8_e4m3fn
     cache = torch.zeros(2, 2, page, kv_heads, size, dtype=kept)
@@ -439,7 +440,7 @@ def launch_attention(
         where = per_node_T, kv_heads, cache, pages_BM, per_node_T
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
     for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
-        if whole or paths or scales is None:
+        if chains or paths:
             attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales, **more)
     attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales, **more)
     if scales is None and whole:
@@ -447,7 +448,7 @@ def launch_attention(
         attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, kv_start=1)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales, **more)
-    if nodes > 1 and (whole or scales is None):
+    if nodes > 1 and chains:
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales, **more)
 
@@ -563,13 +564,13 @@ def main() -> None:
         compiler.until = "ptx"
         launch_packed(8, None)
         compiler.until = "llir"
-        for size in (128, 512):
-            launch_attention(size, 20, 16, whole=False)
+        launch_attention(128, 20, 16, whole=False)
+        launch_attention(512, 20, 16, whole=False, chains=False)
         launch_norms()
         launch_linears(8)
         launch_wide(8)
         launch_wide(128)
-        launch_attention(128, 20, 16, scales=KVScales(), whole=False)
+        launch_attention(128, 20, 16, scales=KVScales(), chains=False)
         launch_packed(64, None)
         for tokens in (1, 64, 400):
             launch_experts(tokens)
@@ -590,7 +591,8 @@ def main() -> None:
             launch_packed_experts(tokens)
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
-        launch_attention(256, 20, 16, whole=False)
+        for size in (256, 512):
+            launch_attention(size, 20, 16, whole=False)
         launch_attention(64, 20, 16, sinks=True)
         launch_attention(128, 20, 16, torch.float32, whole=False)
         launch_attention(128, 20, 16, scales=KVScales())
