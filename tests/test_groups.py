@@ -111,7 +111,6 @@ def check_holds(scheduler: Scheduler) -> None:
     [
         ("gemma", "EAGLE3", None, WINDOW),
         ("gemma", "EAGLE3", (3, 1, 4), 1),
-        ("gemma", "EAGLE3", (3, 4, 12), 1),
         ("gemma", "EAGLE3", (3, 4, 12), WINDOW),
         ("gemma", "EAGLE3", (3, 1, 4), 4 * WINDOW),
         ("mistral", "EAGLE3", (3, 4, 12), 2),

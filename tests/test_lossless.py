@@ -79,7 +79,7 @@ def test_every_text_is_identical(models: Models) -> None:
     ]
     for name, values in CHOICES.items():
         assert name == "speculation" or {each[name] for each in chosen} >= set(values), name
-    items = make_items(prompts(), 56, 12)
+    items = make_items(prompts(), 56, 8)
     texts = len(SAMPLING) * len(names)
     report = run_matrix(models, items, texts, chosen, lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)

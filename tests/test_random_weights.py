@@ -45,10 +45,10 @@ def write(path: Path, fields: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("fields", [LLAMA, GEMMA, {**LLAMA, "num_hidden_layers": 60}])
 def test_texts_are_not_constant(fields: dict[str, Any], tmp_path: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     scheduler = make_scheduler(write(tmp_path / "shape", fields), dtype="float32", load_format="dummy")
     (answer,) = answer_all(scheduler, [([5, 6, 7], params)])
-    assert len({*answer.tokens}) > 20
+    assert len({*answer.tokens}) > 10
 
 
 @pytest.mark.parametrize("algorithm", list(DRAFTS))

@@ -283,7 +283,7 @@ class TestEngineDeath:
 
 def test_an_engine_that_hangs_is_replaced(model: Path, pool: ThreadPoolExecutor) -> None:
     """One that goes on in time is not."""
-    with running("build_slow", model, "--watchdog-timeout", "6", NO_TEXT) as server:
+    with running("build_slow", model, "--watchdog-timeout", "4", NO_TEXT) as server:
         server.wait_ready()
         (waiting,) = under_way(server, pool, IDS)
         engine = server.engine_pid()
@@ -300,7 +300,7 @@ def test_an_engine_that_hangs_is_replaced(model: Path, pool: ThreadPoolExecutor)
             httpx.post(f"{server.url}/v1/completions", json={**LONG, **IDS}, timeout=0.5)
         wait(
             lambda: any(
-                "it said nothing for 6 seconds (--watchdog-timeout)" in line for line in server.lines
+                "it said nothing for 4 seconds (--watchdog-timeout)" in line for line in server.lines
             ),
             30,
         )
