@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import specserve_kernels.dispatch
 import torch
-from specserve_kernels import KVScales
+from specserve_kernels import HeadNorms, KVScales
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
@@ -521,6 +521,9 @@ def launch_norms() -> None:
     """Of heads, one by one, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
+    norms, at_T = HeadNorms(weight_H[:128], weight_H[:128], 1e-6), torch.zeros(2, dtype=torch.int64)
+    cache, table = torch.zeros(2, 2, 16, 8, 128, dtype=x_TH.dtype), x_TH.view(32, 2, 128)
+    rotary_store_kv(x_TH.view(2, 32, 128), table, at_T, 8, cache, at_T[None], at_T, norms=norms)
     for dtype in (torch.int8, FP8, PAIRED):
         add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype)
     tokens_T = torch.zeros(2, dtype=torch.int64)

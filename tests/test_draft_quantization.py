@@ -226,7 +226,7 @@ def test_who_writes_inputs_rounds_them(
             if alone:
                 stack.enter_context(patch.object(QuantizedLinear, "rounds_to", return_value=None))
             drafted = head.draft(tokens, features, positions, mixed)
-            stored = head.project_kv(tokens, features)
+            stored, _ = head.project_kv(tokens, features)
             both.append((*drafted, stored))
             calls[alone] = pair.call_count, norm.call_count
     assert calls == {False: (pairs, norms), True: (0, 0)}

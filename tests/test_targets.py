@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from specserve_kernels import apply_rotary
+from specserve_kernels import apply_rotary, normed_heads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +175,8 @@ class DenseAttend:
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
         heads, length = ask.num_kv_heads, len(ask.qkv_TND)
-        q_TND, k_TND, v_TND = ask.qkv_TND.split([ask.qkv_TND.shape[1] - 2 * heads, heads, heads], 1)
+        qkv_TND = normed_heads(ask.qkv_TND, heads, ask.norms)
+        q_TND, k_TND, v_TND = qkv_TND.split([qkv_TND.shape[1] - 2 * heads, heads, heads], 1)
         rope_T2D = ask.rope.table_P2D[ask.rope.position_T]
         if heads:
             self.kept[ask.layer] = apply_rotary(k_TND, rope_T2D).transpose(0, 1), v_TND.transpose(0, 1)
@@ -659,12 +660,15 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
     seen: list[Tensor] = []
 
     def attend(ask: GroupedQuery) -> Tensor:
-        seen.append(ask.qkv_TND)
+        assert ask.norms is not None
+        seen.append(normed_heads(ask.qkv_TND, 2, ask.norms))
+        assert not torch.equal(seen[0], ask.qkv_TND)
         return ask.qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
     attention(x_TH, x_TH, Rope(model.rope0_P2D, torch.arange(5)), attend)
-    torch.testing.assert_close(attention.project_kv(x_TH), seen[0][:, -4:], rtol=0, atol=1e-12)
+    projected, norms = attention.project_kv(x_TH)
+    torch.testing.assert_close(normed_heads(projected, 2, norms), seen[0][:, -4:], rtol=0, atol=1e-12)
 
 
 def test_a_qwen3_on_triton_kernels(tmp_path: Path) -> None:

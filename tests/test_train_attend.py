@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from specserve_kernels import apply_rotary
+from specserve_kernels import apply_rotary, normed_heads
 from torch import Tensor
 
 from specserve.layers.batch import GroupedQuery, TokenBatch
@@ -41,6 +41,7 @@ class CacheAttend:
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
         qkv_TND, num_kv_heads, rope = ask.qkv_TND, ask.num_kv_heads, ask.rope
+        qkv_TND = normed_heads(qkv_TND, num_kv_heads, ask.norms)
         qk, values = qkv_TND[:, :-num_kv_heads], qkv_TND[:, -num_kv_heads:]
         qk = apply_rotary(qk, rope.table_P2D[rope.position_T])
         outs = []

@@ -11,7 +11,7 @@ from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes, Routing
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.activation import Gate
-from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
+from specserve_kernels.reference.layer.rotary import apply_rotary, normed_heads, rotary_table
 from specserve_kernels.reference.linear import indexed, integer, packed, quantized
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize
@@ -44,6 +44,7 @@ from specserve_kernels.types import (
     MAX_NODES,
     Accepted,
     Continuations,
+    HeadNorms,
     KVScales,
     Level,
     Pool,
@@ -95,6 +96,7 @@ __all__ = [
     "Continuations",
     "ExpertWeights",
     "Gate",
+    "HeadNorms",
     "KVScales",
     "Level",
     "Numbers",
@@ -136,6 +138,7 @@ __all__ = [
     "linear",
     "merge_pools",
     "move_kv",
+    "normed_heads",
     "observe_source",
     "on_gpu",
     "pack",

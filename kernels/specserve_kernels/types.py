@@ -35,6 +35,16 @@ class KVScales(NamedTuple):
     value: float = 1.0
 
 
+class HeadNorms(NamedTuple):
+    """Root-mean-square norms of single heads before their rotation: weights of queries and of keys, None if there are
+    no keys, in the heads' dtype or wider. ``values``: values are normalized, too, without a weight."""
+
+    query_D: Tensor
+    key_D: Tensor | None
+    eps: float
+    values: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class SlotTables:
     """The state of requests, one row a slot; the last row is padding's. ``root``: the token sampled last, at position

@@ -18,7 +18,7 @@ from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear import linear as reference_linear
 from specserve_kernels.reference.linear.packed import Numbers, pack
 from specserve_kernels.reference.linear.quantize import PAIRED
-from specserve_kernels.types import KVScales
+from specserve_kernels.types import HeadNorms, KVScales
 from torch import Tensor
 
 from tests.reference import llama
@@ -178,6 +178,47 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
     untouched[table_BM[0, place // page_size], place % page_size] = False
     kept = [x.transpose(1, 2)[untouched] for x in (cache, expected_cache)]
     assert torch.equal(*kept), "nothing else has changed"
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 32), (0, 2, 96), (3, 0, 64), (17, 8, 256)]
+)
+def test_norms_of_heads(draw, heads: int, kv_heads: int, head_dim: int, values: bool, wide: bool) -> None:
+    """As of each part by itself, before its rotation; in FP8, too."""
+    cache, qkv, table = (
+        draw(6, 2, 1, kv_heads, head_dim),
+        draw(5, heads + 2 * kv_heads, head_dim),
+        draw(9, 2, head_dim),
+    )
+    at, pages = torch.tensor([3, 1, 4, 2, 5], device=qkv.device), torch.arange(6, device=qkv.device)[None]
+    weights = [1 + 0.1 * draw(head_dim) for _ in range(2)]
+    query, key = (each.float() for each in weights) if wide else weights
+    norms = HeadNorms(query, key if kv_heads else None, 1e-6, values)
+    ones = torch.ones_like(query)
+    parts = zip(qkv.split([heads, kv_heads, kv_heads], 1), (query, key, ones), strict=True)
+    normed = [llama.rms_norm(part.float(), weight.float(), 1e-6).to(qkv.dtype) for part, weight in parts]
+    normed[2] = normed[2] if values else qkv[:, heads + kv_heads :]
+    for scales in (None, KVScales(0.3, 0.011)):
+        stored = cache if scales is None else cache.to(torch.float8_e4m3fn)
+        expected_qkv, expected = torch.cat(normed, 1), stored.clone()
+        q_TND = reference_rotary.rotary_store_kv(
+            expected_qkv, table, at, kv_heads, expected, pages, at, True, scales
+        )
+        for function in (rotary.rotary_store_kv, reference_rotary.rotary_store_kv):
+            for keys in (True, False):
+                given, kept = qkv.clone(), stored.clone()
+                found = function(given, table, at, kv_heads, kept, pages, at, keys, scales, norms)
+                assert_close(found, q_TND)
+                if scales is None:
+                    assert_close(kept, expected)
+                else:
+                    torch.testing.assert_close(kept.float(), expected.float(), atol=2**-9, rtol=0.13)
+                if keys and scales is None:
+                    assert_close(given, expected_qkv)
+                elif keys:
+                    assert torch.equal(given[:, heads:], kept[at, :, 0].flatten(1, 2).to(qkv.dtype))
 
 
 def test_keys_and_values_are_rounded_before_anybody_reads_them(draw) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import rotary_store_kv
+from specserve_kernels import HeadNorms, rotary_store_kv
 from torch import Tensor
 
 from specserve.attention.base import Plan
@@ -30,16 +30,22 @@ class PagedAttend:
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
         pages_BM = self.pages_GBM[self.pool.tables[layer]]
         q_TND = rotary_store_kv(
-            qkv_TND, *ask.rope, heads, cache, pages_BM, self.place_T, keys=own, scales=scales
+            qkv_TND, *ask.rope, heads, cache, pages_BM, self.place_T, own, scales, ask.norms
         )
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
         return self.plan.run(q_TND, cache, pages_BM, ask.softmax, kv_TND, scales).flatten(1)
 
 
 def store_projected(
-    pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, pages_GBM: Tensor, place_T: Tensor
+    pool: KVPool,
+    layer: int,
+    kv_TND: Tensor,
+    norms: HeadNorms | None,
+    rope: Rope,
+    pages_GBM: Tensor,
+    place_T: Tensor,
 ) -> None:
-    """Rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that does not run. May change ``kv_TND`` in
-    place."""
+    """Normalize, rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that does not run. May change
+    ``kv_TND`` in place."""
     where = pool.layers[layer], pages_GBM[pool.tables[layer]], place_T
-    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, keys=False, scales=pool.scales[layer])
+    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, False, pool.scales[layer], norms)

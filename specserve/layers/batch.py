@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from specserve_kernels import HeadNorms
 from torch import Tensor
 
 from specserve.layers.rotary import Rope
@@ -26,18 +27,20 @@ class Softmax:
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
     """What a layer asks: attention of its projections, whose query heads share key heads. ``layer`` is its index in the
-    KV pool; ``qkv_TND`` is not yet rotated. ``num_kv_heads`` 0: it has only queries, which attend to what ``layer`` has
-    stored."""
+    KV pool; ``qkv_TND`` is neither normalized by ``norms`` nor rotated. ``num_kv_heads`` 0: it has only queries, which
+    attend to what ``layer`` has stored."""
 
     layer: int
     qkv_TND: Tensor
     num_kv_heads: int
     rope: Rope
     softmax: Softmax = field(default_factory=Softmax)
+    norms: HeadNorms | None = None
 
 
 class Attend(Protocol):
-    """Attention as a layer calls it: rotate q and k, store k and v, attend. Paged when serving, dense when training."""
+    """Attention as a layer calls it: normalize heads, rotate q and k, store k and v, attend. Paged when serving, dense
+    when training."""
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
         """Return ``[T, q heads * D]``. May overwrite ``ask.qkv_TND``."""

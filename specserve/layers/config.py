@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from specserve_kernels import Gate, Routing
@@ -34,12 +33,12 @@ class ExpertsConfig:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
-    q and k, or the *whole* of them, is normalized before rotation. ``rope``: which of the model's rotary embeddings
-    rotates. ``softmax``: its scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and
-    values it attends to, None: its own. Without ``v_proj`` its values are its keys before their norm. ``token_inputs``:
-    width of the inputs of its own that it takes for each token. ``update_scale`` multiplies what its blocks add to the
-    stream. ``rotated``: channels of a head that are rotated, 0: all. ``fused``: a file has q, k and v as one
-    projection, and gate and up. ``experts``: stand in place of its MLP. ``weights``: how its projections are stored."""
+    q and k is normalized before rotation. ``rope``: which of the model's rotary embeddings rotates. ``softmax``: its
+    scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and values it attends to, None:
+    its own. Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its
+    own that it takes for each token. ``update_scale`` multiplies what its blocks add to the stream. ``rotated``:
+    channels of a head that are rotated, 0: all. ``fused``: a file has q, k and v as one projection, and gate and up.
+    ``experts``: stand in place of its MLP. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -51,7 +50,7 @@ class LayerConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool | Literal["whole"] = False
+    qk_norm: bool = False
     rope: int = 0
     softmax: Softmax = field(default_factory=Softmax)
     sinks: bool = False

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from specserve_kernels import Rounded
+from specserve_kernels import HeadNorms, Rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, GroupedQuery
@@ -22,7 +22,10 @@ from specserve.layers.weights import Projection
 
 class Attention(nn.Module):
     """Grouped-query attention, which the caller's ``attend`` computes. Like every block, it takes its input and the
-    residual stream, and returns the update and the stream. ``norm``: that of heads."""
+    residual stream, and returns the update and the stream. ``norm``: that of heads; ``normed_values``: without a
+    weight, of values too."""
+
+    normed_values: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
@@ -35,11 +38,10 @@ class Attention(nn.Module):
         self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
         self.o_proj = new(name, config.num_heads * size, {"o_proj": config.hidden_size}, config.o_bias)
 
-        def head_norm(heads: int) -> RMSNorm | None:
-            together = heads if config.qk_norm == "whole" else 1
-            return norm(size * together, config.rms_norm_eps) if config.qk_norm and heads else None
-
-        self.q_norm, self.k_norm = map(head_norm, config.heads[:2])
+        self.q_norm, self.k_norm = (
+            norm(size, config.rms_norm_eps) if config.qk_norm and heads else None
+            for heads in config.heads[:2]
+        )
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
     def forward(
@@ -52,34 +54,35 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
-        qkv_TND = self.normed(qkv_TO.unflatten(-1, (-1, self.config.head_dim)))
-        softmax = replace(self.config.softmax, sinks_H=self.sinks)
-        ask = GroupedQuery(self.layer, qkv_TND, self.config.heads[1], rope, softmax)
+        qkv_TND, config = self.arranged(qkv_TO.unflatten(-1, (-1, self.config.head_dim))), self.config
+        softmax = replace(config.softmax, sinks_H=self.sinks)
+        ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], rope, softmax, self.head_norms)
         attended_TI = attend(ask)
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
         return self.o_proj(attended_TI), residual_TH
 
-    def normed(self, qkv_TND: Tensor) -> Tensor:
-        """Normalize the heads that the projection returns."""
-        if self.q_norm is None or self.k_norm is None:
-            return qkv_TND
-        q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
-        return torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
+    def arranged(self, qkv_TND: Tensor) -> Tensor:
+        """Return the heads that the projection returns as ``attend`` takes them."""
+        return qkv_TND
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of single heads."""
+        if self.q_norm is None:
+            return None
+        key_D = None if self.k_norm is None else self.k_norm.weight
+        return HeadNorms(self.q_norm.weight, key_D, self.q_norm.eps, self.normed_values)
 
     @property
     def kv_from(self) -> int:
         """Index of the projection's first output that belongs to keys or values."""
         return self.config.num_heads * self.config.head_dim
 
-    def project_kv(self, x_TI: Tensor | Rounded) -> Tensor:
-        """Return only keys and values, not yet rotated: ``[T, 2 * kv heads, D]``."""
+    def project_kv(self, x_TI: Tensor | Rounded) -> tuple[Tensor, HeadNorms | None]:
+        """Return only keys and values ``[T, 2 * kv heads, D]``, neither normalized nor rotated, and their norms."""
         kv = self.qkv_proj.outputs_from(self.kv_from, x_TI)
-        kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
-        if self.k_norm is None:
-            return kv_TND
-        k_TND, v_TND = kv_TND.chunk(2, 1)
-        return torch.cat([self.k_norm.heads(k_TND), v_TND], 1)
+        return kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim)), self.head_norms
 
 
 class MLP(nn.Module):

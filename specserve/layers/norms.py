@@ -53,16 +53,6 @@ class WideRMSNorm(RMSNorm):
         self.weight = nn.Parameter(self.weight.detach().to(wide))
 
 
-class UnitRMSNorm(WideRMSNorm):
-    """A norm without a weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-        ones = self.weight.detach()
-        del self.weight
-        self.register_buffer("weight", ones, persistent=False)
-
-
 class OffsetRMSNorm(WideRMSNorm):
     """A norm whose file holds the weight minus 1. In 16 bits the sum would change a third of the norm's bits."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import DecoderLayer
+from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import NO_ROPE, RopeConfig
 from specserve.models.config import rope_config, with_windows
@@ -16,6 +16,7 @@ from specserve.models.olmo import OlmoLayer, OlmoModel
 
 
 class Exaone4Layer(OlmoLayer):
+    attention_class: ClassVar[type[Attention]] = Attention
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from specserve.layers.batch import Attend, Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer, reader_of
-from specserve.layers.norms import RMSNorm, UnitRMSNorm, WideRMSNorm
+from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.config import FULL, SLIDING, ModelConfig, ropes_by_kind, with_windows
 from specserve.models.gemma import GemmaLayer, GemmaModel, embedding_scale
@@ -31,17 +31,11 @@ _ROPES = {
 class Gemma4Attention(Attention):
     """Normalizes values, too, which may be the keys before their norm."""
 
-    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm]) -> None:
-        super().__init__(config, layer, norm)
-        self.v_norm = UnitRMSNorm(config.head_dim, config.rms_norm_eps)
+    normed_values: ClassVar[bool] = True
 
-    def normed(self, qkv_TND: Tensor) -> Tensor:
-        assert self.q_norm is not None
-        if self.k_norm is None:
-            return self.q_norm.heads(qkv_TND)
-        q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
-        v_TND = self.v_norm.heads(v_TND if self.config.v_proj else k_TND)
-        return torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
+    def arranged(self, qkv_TND: Tensor) -> Tensor:
+        q, k, _ = self.config.heads
+        return qkv_TND if self.config.v_proj else torch.cat([qkv_TND, qkv_TND[:, q : q + k]], 1)
 
 
 class Gemma4Layer(GemmaLayer):

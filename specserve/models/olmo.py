@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from specserve_kernels import Rounded
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,13 +21,33 @@ from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
 
 
+class OlmoAttention(Attention):
+    """Normalizes all heads of q together, and all of k."""
+
+    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
+        super().__init__(replace(config, qk_norm=False), layer, norm)
+        q, k, _ = (heads * config.head_dim for heads in config.heads)
+        self.q_norm, self.k_norm = norm(q, config.rms_norm_eps), norm(k, config.rms_norm_eps)
+
+    def arranged(self, qkv_TND: Tensor) -> Tensor:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
+        return torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
+
+    @property
+    def head_norms(self) -> None:
+        return None
+
+
 class OlmoLayer(DecoderLayer):
+    attention_class: ClassVar[type[Attention]] = OlmoAttention
     norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         nn.Module.__init__(self)
         self.rope = config.rope
-        self.self_attn = Attention(config, layer, self.norm_class)
+        self.self_attn = self.attention_class(config, layer, self.norm_class)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer)
         self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
@@ -61,7 +82,7 @@ class OlmoModel(TargetModel):
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
         bias = bool(fields.get("attention_bias"))
-        return replace(layer, qkv_bias=bias, o_bias=bias, qk_norm="whole")
+        return replace(layer, qkv_bias=bias, o_bias=bias)
 
 
 class Olmo3Model(OlmoModel):

@@ -30,7 +30,7 @@ class PartialAttention(Attention):
         rest_low, rest_high = rest.tensor_split(2)
         self.register_buffer("order_D", torch.cat([low, rest_low, high, rest_high]), persistent=False)
 
-    def normed(self, qkv_TND: Tensor) -> Tensor:
+    def arranged(self, qkv_TND: Tensor) -> Tensor:
         q, k, v = self.config.heads
         qk_TND, v_TND = qkv_TND.split((q + k, v), 1)
         return torch.cat([qk_TND[..., self.order_D], v_TND], 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from specserve_kernels import Rounded
+from specserve_kernels import HeadNorms, Rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
@@ -253,8 +253,9 @@ class BlockHead(DraftModule):
         out: Tensor = self.hidden_norm(self.fc(torch.cat(list(tapped), -1)))
         return out
 
-    def project_kv(self, past_TH: Tensor) -> list[Tensor]:
-        """Return each layer's keys and values of the text, not yet rotated: ``[T, 2 * kv heads, D]``."""
+    def project_kv(self, past_TH: Tensor) -> list[tuple[Tensor, HeadNorms | None]]:
+        """Return each layer's keys and values of the text ``[T, 2 * kv heads, D]``, neither normalized nor rotated, and
+        their norms."""
         attentions = (layer.self_attn for layer in self._decoders)
         return [attention.project_kv(past_TH) for attention in attentions]
 

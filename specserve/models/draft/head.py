@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
+from specserve_kernels import GROUP, HeadNorms, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
@@ -171,6 +171,9 @@ class LayerHead(DraftModule):
         """The output head, unless it is its own and all its rows are used."""
         return () if self._lm_head is None else ("lm_head",)
 
-    def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
-        """Return keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""
+    def project_kv(
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None
+    ) -> tuple[Tensor, HeadNorms | None]:
+        """Return keys and values of the pairs ``[N, 2 * kv heads, D]``, neither normalized nor rotated, and their
+        norms."""
         return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])

@@ -108,5 +108,5 @@ class BlockDrafter(Drafter):
     ) -> None:
         """Write the entries of tokens at these positions in all layers."""
         rope = Rope(self._head.rope_P2D, position_T)
-        for number, kv_TND in enumerate(self._head.project_kv(past_TH)):
-            store_projected(pool, self._layer + number, kv_TND, rope, slots.pages_GBM, place_T)
+        for number, projected in enumerate(self._head.project_kv(past_TH)):
+            store_projected(pool, self._layer + number, *projected, rope, slots.pages_GBM, place_T)

@@ -143,9 +143,9 @@ class EagleDrafter(Drafter):
     ) -> None:
         """Write the final cache entries of (real feature, token) pairs at the tokens' places. ``source_N`` None: each
         pair's feature is in its own row."""
-        kv_N = self.head.project_kv(tokens_N, features_XH, source_N)
+        projected = self.head.project_kv(tokens_N, features_XH, source_N)
         rope = Rope(self.head.rope_P2D, positions_N)
-        store_projected(pool, self._layer, kv_N, rope, slots.pages_GBM, place_N)
+        store_projected(pool, self._layer, *projected, rope, slots.pages_GBM, place_N)
 
 
 def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: TargetModel) -> Vocabulary | None:

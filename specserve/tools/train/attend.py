@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from specserve_kernels import apply_rotary
+from specserve_kernels import HeadNorms, apply_rotary, normed_heads
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,8 +32,11 @@ class Packing:
         return torch.bucketize(position, self.cu_seqlens.long(), right=True)
 
 
-def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated queries, rotated keys and values, all in the dtype of ``qkv``."""
+def _rotate(
+    qkv_TND: Tensor, norms: HeadNorms | None, num_kv_heads: int, rope: Rope
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys, normalized and rotated, and values, all in the dtype of ``qkv``."""
+    qkv_TND = normed_heads(qkv_TND, num_kv_heads, norms)
     qk_TND, v_TKD = torch.split(qkv_TND, [qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     qk_TND = apply_rotary(qk_TND, rope.table_P2D[rope.position_T]).to(qkv_TND.dtype)
     q_TND, k_TKD = torch.split(qk_TND, [qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
@@ -55,7 +58,7 @@ class TestTimeAttend:
         self.values: list[Tensor] = []
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
-        q, k, v = _rotate(ask.qkv_TND, ask.num_kv_heads, ask.rope)
+        q, k, v = _rotate(ask.qkv_TND, ask.norms, ask.num_kv_heads, ask.rope)
         self.keys.append(k)
         self.values.append(v)
         extra_k, extra_v = (_columns(cache) for cache in (self.keys, self.values))
@@ -82,9 +85,9 @@ class CausalAttend:
                 f"--max-length: at most {window}, the target's window, found {self.packing.row_length}"
             )
         if scale is not None:
-            qkv_TND = ask.qkv_TND.clone()
+            qkv_TND = normed_heads(ask.qkv_TND, ask.num_kv_heads, ask.norms).clone()
             qkv_TND[:, : -2 * ask.num_kv_heads] *= scale * size**0.5
-            ask = replace(ask, qkv_TND=qkv_TND)
+            ask = replace(ask, qkv_TND=qkv_TND, norms=None)
         return TestTimeAttend(self.packing)(ask)
 
 
@@ -96,10 +99,16 @@ class BlockAttend:
     """
 
     def __init__(
-        self, packing: Packing, anchor_BA: Tensor, size: int, past: Sequence[Tensor], rope: Rope
+        self,
+        packing: Packing,
+        anchor_BA: Tensor,
+        size: int,
+        past: Sequence[tuple[Tensor, HeadNorms | None]],
+        rope: Rope,
     ) -> None:
-        """``past``: unrotated keys, then values, ``[T, 2 * kv heads, D]`` of all rows' tokens."""
-        self._past = [_rotate(kv_TND, kv_TND.shape[1] // 2, rope)[1:] for kv_TND in past]
+        """``past``: keys, then values, ``[T, 2 * kv heads, D]`` of all rows' tokens, neither normalized nor rotated,
+        and their norms."""
+        self._past = [_rotate(kv_TND, norms, kv_TND.shape[1] // 2, rope)[1:] for kv_TND, norms in past]
         length, (rows, anchors) = packing.row_length, anchor_BA.shape
         column_S = torch.arange(length, device=anchor_BA.device)
         document_BS = packing.documents(rows * length).view(rows, length)
@@ -110,7 +119,7 @@ class BlockAttend:
         self._seen_BQX = torch.cat([before_BAS.repeat_interleave(size, 1), own_BQQ], 2)
 
     def __call__(self, ask: GroupedQuery) -> Tensor:
-        q_TND, *own = _rotate(ask.qkv_TND, ask.num_kv_heads, ask.rope)
+        q_TND, *own = _rotate(ask.qkv_TND, ask.norms, ask.num_kv_heads, ask.rope)
         rows = len(self._seen_BQX)
 
         def laid(x_TND: Tensor) -> Tensor:

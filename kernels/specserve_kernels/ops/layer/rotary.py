@@ -1,4 +1,4 @@
-"""Rotary embedding and the KV store on a GPU, one launch. Shapes: T tokens, N heads, D head size."""
+"""Norms of heads, rotary embedding and the KV store on a GPU, one launch. Shapes: T tokens, N heads, D head size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
-from specserve_kernels.types import LARGEST_FP8, KVScales
+from specserve_kernels.types import LARGEST_FP8, HeadNorms, KVScales
 
 TILE = 2048  # elements of a program: whole heads
 PER_WARP = 256
@@ -24,6 +24,7 @@ def rotary_store_kv(
     place_T: Tensor,
     keys: bool = True,
     scales: KVScales | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Same as the reference. Tokens and pages may be strided; everything else is contiguous. Of tokens that share a
     cell (on the dummy page) any one's values remain. Positions, places and the page table must not come from the launch
@@ -35,6 +36,7 @@ def rotary_store_kv(
     tokens, heads, head_dim = qkv_TND.shape
     half = 1 << (head_dim // 2 - 1).bit_length()
     group = min(1 << (heads - 1).bit_length(), max(TILE // (2 * half), 1))
+    query_D, key_D, eps, values = norms or (None, None, None, False)
     _rotary_store_kv_kernel[(tokens * -(-heads // group),)](
         qkv_TND,
         rope_P2D,
@@ -45,9 +47,13 @@ def rotary_store_kv(
         qkv_TND.stride(0),
         None if scales is None else 1 / scales.key,
         None if scales is None else 1 / scales.value,
+        query_D,
+        query_D if key_D is None else key_D,
+        eps,
         Q=heads - 2 * num_kv_heads,
         K=num_kv_heads,
         KEYS=keys,
+        VALUES=values,
         D=head_dim,
         PAGE=cache.shape[2],
         PAGE_STRIDE=cache.stride(0),
@@ -70,9 +76,13 @@ def _rotary_store_kv_kernel(
     stride,
     by_key,  # factors of keys and values that an FP8 cache stores; None: the cache has qkv's dtype
     by_value,
+    query_norm_ptr,  # [D], None: heads are not normalized
+    key_norm_ptr,
+    eps,
     Q: tl.constexpr,
     K: tl.constexpr,
     KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -97,6 +107,17 @@ def _rotary_store_kv_kernel(
     from_ptr = qkv_ptr + t * stride + head * D + d
     low = tl.load(from_ptr, mask=mask, other=0)
     high = tl.load(from_ptr + D // 2, mask=mask, other=0)
+    if query_norm_ptr is not None:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1, keep_dims=True)
+        scale = tl.rsqrt(square / D + eps)
+        normed_low = _weighted(wide_low * scale, query_norm_ptr + d, key_norm_ptr + d, head, inside, Q, K)
+        query_norm_ptr += D // 2
+        key_norm_ptr += D // 2
+        normed_high = _weighted(wide_high * scale, query_norm_ptr + d, key_norm_ptr + d, head, inside, Q, K)
+        has_norm = head < (Q + 2 * K if VALUES else Q + K)
+        low = tl.where(has_norm, normed_low.to(low.dtype), low)
+        high = tl.where(has_norm, normed_high.to(high.dtype), high)
     rope_ptr += position * (2 * D) + d
     rotates = head < Q + K
     turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
@@ -110,7 +131,7 @@ def _rotary_store_kv_kernel(
         turned_high = tl.where(head < Q, turned_high, kept_high.to(low.dtype))
     if KEYS or Q > 0:
         back = head < (Q + K if KEYS else Q)
-        if KEYS and by_key is not None:
+        if KEYS and (VALUES or by_key is not None):
             back = head < Q + 2 * K
         tl.store(from_ptr, turned_low, mask=mask & back)
         tl.store(from_ptr + D // 2, turned_high, mask=mask & back)
@@ -119,6 +140,14 @@ def _rotary_store_kv_kernel(
     to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d
     tl.store(to_ptr, kept_low, mask=mask & (head >= Q))
     tl.store(to_ptr + D // 2, kept_high, mask=mask & (head >= Q))
+
+
+@triton.jit
+def _weighted(scaled, query_ptr, key_ptr, head, mask, Q: tl.constexpr, K: tl.constexpr):
+    """Multiply one half of the heads by their norms' weights, and values by 1, rounded as in ``norm.normed``."""
+    query_weight, key_weight = tl.load(query_ptr, mask=mask, other=0), tl.load(key_ptr, mask=mask, other=0)
+    weight = tl.where(head < Q, query_weight, tl.where(head < Q + K, key_weight, 1.0))
+    return scaled.to(query_weight.dtype) * weight.to(query_weight.dtype)
 
 
 @triton.jit

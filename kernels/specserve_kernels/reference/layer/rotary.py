@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.layer.norm import rms_norm
 from specserve_kernels.reference.tree.nodes import address
-from specserve_kernels.types import LARGEST_FP8, KVScales
+from specserve_kernels.types import LARGEST_FP8, HeadNorms, KVScales
 
 
 def rotary_table(inv_freq_D2: Tensor, positions: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -29,6 +30,22 @@ def apply_rotary(x_TND: Tensor, rope_T2D: Tensor) -> Tensor:
     return torch.addcmul(x_TND * cos, x_TND.roll(half, -1), sin)
 
 
+def normed_heads(qkv_TND: Tensor, num_kv_heads: int, norms: HeadNorms | None) -> Tensor:
+    """Return the packed heads ``[q..., k..., v...]`` with each head normalized, as they are without ``norms``."""
+    if norms is None:
+        return qkv_TND
+    q_TND, k_TND, v_TND = qkv_TND.split([qkv_TND.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+
+    def normed(x_TND: Tensor, weight_D: Tensor) -> Tensor:
+        return rms_norm(x_TND.flatten(0, 1), weight_D, norms.eps).view(x_TND.shape)
+
+    parts = [normed(q_TND, norms.query_D)]
+    if norms.key_D is not None:
+        ones_D = torch.ones_like(norms.key_D)
+        parts += [normed(k_TND, norms.key_D), normed(v_TND, ones_D) if norms.values else v_TND]
+    return torch.cat(parts, 1)
+
+
 def store_kv(cache: Tensor, kv_T2ND: Tensor, pages_BM: Tensor, place_T: Tensor) -> None:
     """Write keys and values into ``cache[page, (k, v), offset, head, D]`` at each token's place."""
     page_T, offset_T = address(pages_BM, place_T, cache.shape[2])
@@ -45,9 +62,11 @@ def rotary_store_kv(
     place_T: Tensor,
     keys: bool = True,
     scales: KVScales | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k inside the packed heads ``[q..., k..., v...]`` and store k and v in the cache; with 0 KV heads
-    there is nothing to store. Unless ``keys``, k and v in ``qkv_TND`` are not read afterwards and may stay unchanged.
+    """Normalize the packed heads ``[q..., k..., v...]``, without ``norms`` not at all, rotate q and k, and store k and
+    v in the cache; with 0 KV heads there is nothing to store. Unless ``keys``, k and v in ``qkv_TND`` are not read
+    afterwards and may stay unchanged.
 
     A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
     are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2D``: a rotary
@@ -55,6 +74,8 @@ def rotary_store_kv(
     rotated queries, a view ``[T, q heads, D]``. ``place_T``: see ``types``; ``pages_BM``: the batch's page table.
     """
     queries = qkv_TND.shape[1] - 2 * num_kv_heads
+    if norms is not None:
+        qkv_TND.copy_(normed_heads(qkv_TND, num_kv_heads, norms))
     qk_TND = qkv_TND[:, : queries + num_kv_heads]
     qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))
     if num_kv_heads:
