@@ -34,7 +34,7 @@ from specserve_kernels.ops.device import Gpu, Limits, assume
 from specserve_kernels.ops.experts.experts import run_experts
 from specserve_kernels.ops.experts.route import route
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
-from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
+from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
@@ -518,12 +518,13 @@ def launch_wide_packed(tokens: int) -> None:
 
 
 def launch_norms() -> None:
-    """Of heads, one by one, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
+    """Of heads, before a sum, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
     norms, at_T = HeadNorms(weight_H[:128], weight_H[:128], 1e-6), torch.zeros(2, dtype=torch.int64)
     cache, table = torch.zeros(2, 2, 16, 8, 128, dtype=x_TH.dtype), x_TH.view(32, 2, 128)
     rotary_store_kv(x_TH.view(2, 32, 128), table, at_T, 8, cache, at_T[None], at_T, norms=norms)
+    add_rms_norm(x_TH, x_TH, weight_H, 1e-6, weight_H, weight_H[:1])
     for dtype in (torch.int8, FP8, PAIRED):
         add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype)
     tokens_T = torch.zeros(2, dtype=torch.int64)

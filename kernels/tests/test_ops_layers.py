@@ -54,11 +54,33 @@ def test_norms(draw, tokens: int, width: int) -> None:
 
 def test_norms_of_a_scaled_sum(draw) -> None:
     x, residual, weight, scale = draw(3, 100), draw(3, 100), draw(100), draw(1)
-    out, total = norm.add_rms_norm(x, residual, weight, 1e-5, scale)
-    expected, expected_total = reference_norm.add_rms_norm(x, residual, weight, 1e-5, scale)
+    out, total = norm.add_rms_norm(x, residual, weight, 1e-5, None, scale)
+    expected, expected_total = reference_norm.add_rms_norm(x, residual, weight, 1e-5, None, scale)
     assert torch.equal(total, expected_total)
     assert torch.equal(expected_total, (x + residual) * scale)
     assert_close(out, expected)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 3840), (7, 100), (2, 1152), (0, 64)])
+def test_a_norm_before_the_sum_changes_no_bits(draw, tokens: int, width: int, wide: bool) -> None:
+    """Against one launch after the other."""
+    x, residual, scale = draw(tokens, width), draw(tokens, width), draw(1)
+    first, weight = (each.float() if wide else each for each in (draw(width), draw(width)))
+    dtypes = [x.dtype] if GPU else [torch.float32, torch.bfloat16]
+    for dtype in dtypes:
+        x, residual, scale = x.to(dtype), residual.to(dtype), scale.to(dtype)
+        for version in (norm, reference_norm) if dtype == draw(1).dtype else (reference_norm,):
+            for scales in (None, scale):
+                found = version.add_rms_norm(x, residual, weight, 1e-6, first, scales)
+                normed = version.rms_norm(x, first, 1e-6)
+                expected = version.add_rms_norm(normed, residual, weight, 1e-6, None, scales)
+                assert torch.equal(found[0], expected[0])
+                assert torch.equal(found[1], expected[1])
+            if width % 128 == 0:
+                rounded, _ = version.add_rms_norm_rounded(x, residual, weight, 1e-6, torch.int8, first)
+                again, _ = version.add_rms_norm_rounded(normed, residual, weight, 1e-6, torch.int8)
+                assert torch.equal(rounded.values, again.values)
 
 
 def test_norms_of_embeddings(draw) -> None:

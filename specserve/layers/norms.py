@@ -31,17 +31,25 @@ class RMSNorm(nn.Module):
         """Return the norm of the tokens' embeddings, and the embeddings."""
         return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the norm of ``(x + residual) * scale``, and that sum. ``scale_1`` None: 1."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, scale_1)
+    def add(
+        self, x_TH: Tensor, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``(x + residual) * scale``, and that sum. ``first_H``: the weight of a norm of x before
+        it, with the same epsilon; None: no norm. ``scale_1`` None: 1."""
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, first_H, scale_1)
 
     def add_for(
-        self, reader: object, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
+        self,
+        reader: object,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        first_H: Tensor | None = None,
+        scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """Return the same as ``add``, with the norm quantized as ``reader`` does."""
         if isinstance(reader, Projection) and (dtype := reader.rounds_to(len(x_TH))) is not None:
-            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, scale_1)
-        return self.add(x_TH, residual_TH, scale_1)
+            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, first_H, scale_1)
+        return self.add(x_TH, residual_TH, first_H, scale_1)
 
 
 class WideRMSNorm(RMSNorm):
@@ -79,11 +87,20 @@ class LayerNorm(RMSNorm):
         stream_TH = F.embedding(tokens_T, embedding_VH)
         return self(stream_TH), stream_TH
 
-    def add(self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total_TH = x_TH + residual_TH if scale_1 is None else (x_TH + residual_TH) * scale_1
+    def add(
+        self, x_TH: Tensor, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert first_H is None
+        assert scale_1 is None
+        total_TH = x_TH + residual_TH
         return self(total_TH), total_TH
 
     def add_for(
-        self, reader: object, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
+        self,
+        reader: object,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        first_H: Tensor | None = None,
+        scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
-        return self.add(x_TH, residual_TH, scale_1)
+        return self.add(x_TH, residual_TH, first_H, scale_1)

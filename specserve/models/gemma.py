@@ -27,7 +27,8 @@ _PLAIN = ("attn_logit_softcapping", "use_bidirectional_attention")
 
 
 class GemmaLayer(DecoderLayer):
-    """Normalizes what each block returns, too."""
+    """Normalizes what each block returns, too: the MLP's output with the next sum, for which it returns the norm's
+    weight."""
 
     norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
 
@@ -35,6 +36,15 @@ class GemmaLayer(DecoderLayer):
         super().__init__(config, layer, self.norm_class)
         self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+
+    def enter(
+        self,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        first_H: Tensor | None = None,
+        scale_1: Tensor | None = None,
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH, first_H, scale_1)
 
     def forward(
         self,
@@ -45,10 +55,9 @@ class GemmaLayer(DecoderLayer):
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
-        update = self.post_attention_layernorm(update)
-        normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH)
-        update, residual_TH = self.mlp(*normed)
-        return self.post_feedforward_layernorm(update), residual_TH
+        first_H = self.post_attention_layernorm.weight
+        normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH, first_H)
+        return *self.mlp(*normed), self.post_feedforward_layernorm.weight
 
 
 def embedding_scale(size: int, dtype: torch.dtype) -> float:

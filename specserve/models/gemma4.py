@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from specserve.layers.batch import Attend, Softmax
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import Attention, DecoderLayer, reader_of
+from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.config import FULL, SLIDING, ModelConfig, ropes_by_kind, with_windows
@@ -57,11 +57,6 @@ class Gemma4Layer(GemmaLayer):
             self.per_layer_projection = new(name, sizes[1], {"per_layer_projection": sizes[0]}, False)
             self.post_per_layer_input_norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
-    def enter(
-        self, x_TH: Tensor, residual_TH: Tensor, scale_1: Tensor | None = None
-    ) -> tuple[Tensor | Rounded, Tensor]:
-        return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH, scale_1)
-
     def forward(
         self,
         x_TH: Tensor | Rounded,
@@ -71,13 +66,13 @@ class Gemma4Layer(GemmaLayer):
         wanted_W: Tensor | None = None,
         input_TP: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        update_TH, residual_TH = super().forward(x_TH, residual_TH, rope, attend, wanted_W)
+        update_TH, residual_TH, first_H = super().forward(x_TH, residual_TH, rope, attend, wanted_W)
         if input_TP is not None:
-            residual_TH = residual_TH + update_TH
+            residual_TH = residual_TH + self.post_feedforward_layernorm(update_TH)
             gate_TP = F.gelu(self.per_layer_input_gate(residual_TH), approximate="tanh")
             gate_TP *= input_TP if wanted_W is None else input_TP[wanted_W]
-            update_TH = self.post_per_layer_input_norm(self.per_layer_projection(gate_TP))
-        return update_TH, residual_TH, self.layer_scalar
+            update_TH, first_H = self.per_layer_projection(gate_TP), self.post_per_layer_input_norm.weight
+        return update_TH, residual_TH, first_H, self.layer_scalar
 
 
 class Gemma4Model(GemmaModel):

@@ -54,10 +54,15 @@ def embed_rms_norm(
 
 
 def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, scale_1: Tensor | None = None
+    x_TH: Tensor,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    first_H: Tensor | None = None,
+    scale_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out_TH = torch.empty_like(x_TH)
-    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, scale_1, out_TH, out_TH)
+    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out_TH, out_TH)
 
 
 def add_rms_norm_rounded(
@@ -66,10 +71,11 @@ def add_rms_norm_rounded(
     weight_H: Tensor,
     eps: float,
     dtype: torch.dtype,
+    first_H: Tensor | None = None,
     scale_1: Tensor | None = None,
 ) -> tuple[Rounded, Tensor]:
     out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH, dtype)
-    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, scale_1, out.values, out.unit_GT)
+    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out.values, out.unit_GT)
 
 
 def _add_rms_norm(
@@ -77,6 +83,7 @@ def _add_rms_norm(
     residual_TH: Tensor,
     weight_H: Tensor,
     eps: float,
+    first_H: Tensor | None,
     scale_1: Tensor | None,
     out: Tensor,
     unit_GT: Tensor,
@@ -88,6 +95,7 @@ def _add_rms_norm(
         x_TH,
         residual_TH,
         weight_H,
+        first_H,
         scale_1,
         out,
         unit_GT,
@@ -168,6 +176,7 @@ def _add_rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
+    first_ptr,  # [H], the weight of a norm of x; None: no norm
     scale_ptr,  # [1], or None
     out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED, or int8 [2T, H]
     unit_ptr,  # [G, T] float32, if ROUNDED
@@ -189,6 +198,8 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
     residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    if first_ptr is not None:
+        x = normed(x, tl.load(first_ptr + h, mask=h < H, other=0), eps, H)
     total = x + residual
     if scale_ptr is not None:
         total = (total * tl.load(scale_ptr)).to(x.dtype)

@@ -28,11 +28,17 @@ def embed_rms_norm(
 
 
 def add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, scale_1: Tensor | None = None
+    x_TH: Tensor,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    first_H: Tensor | None = None,
+    scale_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(rms_norm(total), total)`` with ``total = (x + residual) * scale``, rounded twice; ``scale_1`` has the
-    dtype of x, None: 1. No input is changed."""
-    residual_TH = x_TH + residual_TH
+    """Return ``(rms_norm(total), total)`` with ``total = (x + residual) * scale``, rounded twice. ``first_H``: the
+    weight of a norm of x before the sum, with the same eps; None: no norm. ``scale_1`` has the dtype of x,
+    None: 1. No input is changed."""
+    residual_TH = (x_TH if first_H is None else rms_norm(x_TH, first_H, eps)) + residual_TH
     if scale_1 is not None:
         residual_TH *= scale_1
     return rms_norm(residual_TH, weight_H, eps), residual_TH
@@ -44,8 +50,9 @@ def add_rms_norm_rounded(
     weight_H: Tensor,
     eps: float,
     dtype: torch.dtype,
+    first_H: Tensor | None = None,
     scale_1: Tensor | None = None,
 ) -> tuple[Rounded, Tensor]:
     """Return ``add_rms_norm`` with the norm quantized to ``dtype`` by ``round_inputs``."""
-    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps, scale_1)
+    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1)
     return round_inputs(normed_TH, dtype), total_TH
