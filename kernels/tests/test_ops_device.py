@@ -143,10 +143,17 @@ def test_attention(limits: Limits, row_bytes: int, nodes: int, chosen: tuple[int
     assert plan.rows * plan.tiles >= 4 * nodes
 
 
+@pytest.mark.parametrize(("nodes", "expected"), [(1, (16, 4, 33)), (16, (32, 4, 33)), (32, (64, 8, 16))])
+def test_programs_that_fit_by_their_registers(nodes: int, expected: tuple[int, ...]) -> None:
+    """Rows, warps and programs of a key head, of heads of 256."""
+    plan = LaunchPlan.of(16, nodes, 2, 8, 512, *H200, positions=1 << 17)
+    assert (plan.rows, plan.warps, plan.workers) == expected
+
+
 def test_prefill() -> None:
     for limits in (H200, A100, L4):
         assert prefill.choose_tile(256, False, limits.shared_bytes) == (64, 64, 4, 2)
-        assert prefill.choose_tile(512, False, limits.shared_bytes) == (64, 32, 4, 2)
+        assert prefill.choose_tile(512, False, limits.shared_bytes) == (64, 32, 8, 2)
         assert prefill.choose_tile(1024, True, limits.shared_bytes) == (32, 16, 4, 2)
     assert prefill.choose_tile(1024, False, H200.shared_bytes) == (32, 32, 8, 2)
     assert prefill.choose_tile(512, False, T4.shared_bytes) == (32, 16, 4, 2)

@@ -42,8 +42,9 @@ class LaunchPlan(NamedTuple):
     ) -> LaunchPlan:
         """Choose the plan. ``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``:
         paths are gathered. ``window``: how many positions a row sees, None: all. Measured on an H100 by
-        ``kernels/bench/attention.py --sweep``; for heads of more than 256 the registers were counted, which hold a row
-        in twice as many warps. A multiprocessor has room for two programs of 64 rows, and for one of such heads."""
+        ``kernels/bench/attention.py --sweep``; for heads of more than 128 the registers were counted. Rows of more
+        than 256, and 64 rows of more than 128, are held by twice as many warps, and a multiprocessor has room for one
+        such program, for two of 64 rows of up to 128 or of fewer of more, and for three of others."""
         need, size = group * nodes, row_bytes // (4 if wide else 2)
         far = FAR
         if window is not None:
@@ -51,8 +52,9 @@ class LaunchPlan(NamedTuple):
         units = min(-(-positions // NEAR), far // NEAR + -(-positions // far)) + 1
         few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors
         rows = 16 if need <= 16 or few else 32 if need <= 32 or row_bytes > 512 else 64
-        fill = max(1, (1 if size > 256 else 2 if rows == 64 else 3) * processors // kv_heads)
-        warps = 8 if size > 256 or (tree and rows == 16 and need <= 32) else 4
+        large = size * rows > 128 * 64 or size > 256
+        fill = max(1, (1 if large else 2 if rows == 64 or size > 128 else 3) * processors // kv_heads)
+        warps = 8 if large or (tree and rows == 16 and need <= 32) else 4
         block, stages = (64 if row_bytes <= 256 and rows < 64 else 32), 3
         while (
             rows + 2 * stages * block

@@ -251,7 +251,7 @@ def choose_tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
         rows, block = (32 if large else 64), (64 if row_bytes <= 256 else 32)
     while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
         rows, block = max(16, rows // 2), max(16, block // 2)
-    return Tile(rows, block, 8 if large else 4, 2)
+    return Tile(rows, block, 8 if large or (not wide and rows * row_bytes > 64 * 256) else 4, 2)
 
 
 def attend_chunks(
