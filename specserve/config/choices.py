@@ -2,9 +2,9 @@
 
 CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
-    *("llama3", "llama3_json", "mistral", "pythonic", "gemma4"),
+    *("llama3", "llama3_json", "mistral", "pythonic", "gemma4", "gpt-oss"),
 )
-REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo", "gemma4")
+REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo", "gemma4", "gpt-oss")
 DUMMY = "dummy"  # load_format
 LOADERS = (
     *("safetensors", "pt", "npcache", "hf", "mistral", "fastsafetensors", "sharded_state", "layered"),

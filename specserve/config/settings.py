@@ -104,8 +104,9 @@ class Settings:
     reasoning_parser: str = server(
         "none",
         "How the model marks its reasoning, which chat then returns as `reasoning_content`. gemma4: between "
-        "`<|channel>thought` and `<channel|>`. All others mean the same: between `<think>` and `</think>`. The opening "
-        "mark may be the end of the prompt. none: reasoning is part of the content.",
+        "`<|channel>thought` and `<channel|>`. gpt-oss: in the channel `analysis`. All others mean the same: between "
+        "`<think>` and `</think>`. The opening mark may be the end of the prompt. none: reasoning is part of the "
+        "content.",
         choices=("none", *REASONING_FORMATS),
     )
     host: str = server("127.0.0.1", "Address to listen on.")

@@ -34,6 +34,7 @@ class ThoughtMarks(NamedTuple):
 
 THINK = ThoughtMarks("<think>", "</think>")
 CHANNEL = ThoughtMarks("<|channel>thought", "<channel|>")
+HARMONY = ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")  # for which there are no grammars
 _GAP = r"GAP: /\n{0,2}| /"
 _TEXT = "TEXT: /(?s:.*)/"
 _REST = "REST: /(?s:.*)/"

@@ -8,14 +8,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.constraints.calls import THINK, Marks, ThoughtMarks, after_thought
+from specserve.constraints.calls import HARMONY, THINK, Marks, ThoughtMarks, after_thought
 from specserve.core import FieldError, SamplingParams, Thought
 from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
+from specserve.frontend.parsers.harmony import MARKS, HarmonyParser
+from specserve.frontend.parsers.registry import HARMONY as HARMONY_CALLS
 from specserve.frontend.parsers.registry import Format
 from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls, functions_of
 
+_CHANNELS = "not supported: there are no grammars for the channels of this model's answers"
 _TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
 
 
@@ -24,7 +27,10 @@ class AnswerParser(Parser):
     ``marks``: special tokens that the text must contain."""
 
     def __init__(
-        self, thought: ThinkParser | None = None, calls: CallParser | None = None, marks: tuple[str, ...] = ()
+        self,
+        thought: ThinkParser | HarmonyParser | None = None,
+        calls: CallParser | HarmonyParser | None = None,
+        marks: tuple[str, ...] = (),
     ) -> None:
         self.marks = marks
         self._thought = thought
@@ -107,19 +113,35 @@ class Formats:
         parsers = [self._parser(prompt, calls, form is not None) for _ in range(count)]
         first = parsers[0]
         if params.thinking_token_budget is not None and params.thought is None and first.tells_reasoning:
+            if self._has_channels:
+                raise FieldError("thinking_token_budget", _CHANNELS, "unsupported_parameter")
             around = {"open": self.around.open, "close": self.around.close}
             thought = Thought(**around, end=list(self.close or ()), begun=first.thinking)
             params = msgspec.structs.replace(params, thought=thought)
         if calls is not None and calls.tools:
             form = self._form_with_calls(calls, form)
         if form is not None:
-            params = constrained(params, self._after_thought(form, first), self.no_grammars)
+            params = constrained(params, self._after_thought(form, first), self._no_forms)
         return params, parsers
+
+    @property
+    def _has_channels(self) -> bool:
+        return self.around == HARMONY or self.calls is HARMONY_CALLS
+
+    @property
+    def _no_forms(self) -> str | None:
+        """Why answers can't have a form."""
+        return _CHANNELS if self._has_channels else self.no_grammars
 
     def _parser(self, prompt: Sequence[int], calls: Calls | None, has_form: bool) -> AnswerParser:
         """Return a parser for one answer. ``has_form``: if it has no calls, it is of a given form."""
         thought, parser = None, None
         marks: tuple[str, ...] = ()
+        if self.around == HARMONY:
+            known = calls is not None and self.calls is HARMONY_CALLS
+            separate, functions = self.close is not None, functions_of(calls.tools) if calls and known else {}
+            messages = HarmonyParser(functions, separate)
+            return AnswerParser(messages, None, MARKS) if separate else AnswerParser(None, messages, MARKS)
         if self.close is not None:
             end = self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
             thought = ThinkParser(end, self.around)

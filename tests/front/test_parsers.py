@@ -14,6 +14,7 @@ import pytest
 from specserve.constraints.calls import CHANNEL
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Parser, Reasoning, call, merged
+from specserve.frontend.parsers.harmony import HarmonyParser
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.parsers.think import ThinkParser
 
@@ -382,6 +383,26 @@ def tools_of(name: str) -> Callable[[], Parser]:
     return lambda: AnswerParser(None, FORMATS[name].parser(NAMES))
 
 
+HARMONY: dict[str, Found] = {
+    "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi\n<|return|>": [
+        Reasoning("Hm"), Content("Hi\n"),
+    ],
+    "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>': [Content("Let me look."), *calls(("f", '{"a": 1}'))],
+    " to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}": calls(("f", "{}")),
+    "<|start|>assistant to=f<|channel|>commentary json<|message|> <|call|>": calls(("f", " {}")),
+    "to=browser.search<|channel|>commentary<|message|>{}<|call|>": [Reasoning("{}")],
+    "<|channel|>analysis to=functions.f<|message|>{}<|call|><|channel|>final<|message|>Hi": [
+        *calls(("f", "{}")), Content("Hi"),
+    ],
+    "<|channel|>finally<|message|>Hi<|channel|>analysis<|message|>Hm": [Content("Hi"), Reasoning("Hm")],
+    "Hi <b>": content("Hi <b>"),
+    "to=me": content("to=me"),
+    "<|channel|>fin": [],
+    "<|message|>Hi<|message|>!": content("Hi!"),
+}  # fmt: skip
+
+
 KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "hermes": (tools_of("hermes"), HERMES),
     "llama3_json": (tools_of("llama3_json"), LLAMA3),
@@ -402,6 +423,15 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
             "<|channel>thought\n<channel|>Hi": content("Hi"),
             "<|channel>thou": content("<|channel>thou"),
             "<think>a</think>b": content("<think>a</think>b"),
+        },
+    ),
+    "gpt-oss": (lambda: AnswerParser(HarmonyParser(NAMES)), HARMONY),
+    "gpt-oss, whole": (
+        tools_of("gpt-oss"),
+        {
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi": content(
+                "HmHi"
+            )
         },
     ),
     "closed": (
@@ -457,6 +487,7 @@ def test_no_cut_changes_anything(kind: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', '{"a": 1'),
         ("gemma4", "<|tool_call>call:f{a:1,b:12", '{"a": 1, "b": '),
         ("gemma4", '<|tool_call>call:f{a:<|"|>x', '{"a": "x'),
+        ("gpt-oss", 'to=f<|message|>{"a": "x', '{"a": "x'),
     ],
 )
 def test_what_is_cut_stays_cut(kind: str, text: str, arguments: str) -> None:

@@ -331,6 +331,37 @@ def test_formats(ask: Ask, streams: bool, name: str, text: str, monkeypatch: pyt
         assert all(len(call.id) == 9 and call.id.isalnum() for call in choice.message.tool_calls)
 
 
+@BOTH
+def test_channels(ask: Ask, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("fake_engine", "fakes"):
+        monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    given = {"tool_call_parser": "gpt-oss", "reasoning_parser": "gpt-oss"}
+    (choice,) = ask(text, streams=streams, given=given, tools=TOOLS).choices
+    assert said(choice) == ("tool_calls", None, [("add", '{"a": 1}')])
+    assert choice.message.reasoning_content == "Hm."
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("thinking_token_budget", {"thinking_token_budget": 5}),
+    ],
+)
+def test_channels_have_no_grammars(param: str, fields: dict[str, Any], serve: Serve) -> None:
+    given = {"tool_call_parser": "gpt-oss", "reasoning_parser": "gpt-oss"}
+    client, _ = serve(template=TEMPLATE, **given)
+    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": ASKED, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "there are no grammars for the channels" in answer.json()["error"]["message"]
+
+
 def test_no_parser_no_tools(serve: Serve) -> None:
     client, _ = serve(template=TEMPLATE, tool_call_parser="none")
     body = {"model": "tiny", "messages": ASKED, "tools": TOOLS}

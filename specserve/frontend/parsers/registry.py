@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specserve.constraints.calls import Frame
 from specserve.constraints.text_arguments import PARAMETER
-from specserve.frontend.parsers import gemma4, json_calls, pythonic, qwen3_coder
+from specserve.frontend.parsers import gemma4, harmony, json_calls, pythonic, qwen3_coder
 from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
@@ -34,7 +34,7 @@ class Format:
     ``no_forms``: why answers can't be held to calls or a form; empty if they can."""
 
     name: str
-    parser: Callable[[Functions], CallParser]
+    parser: Callable[[Functions], CallParser | harmony.HarmonyParser]
     signs: tuple[str, ...]
     marks: tuple[str, ...]
     frame: Callable[[Container[str]], Frame]
@@ -86,6 +86,14 @@ _GEMMA4 = Format(
     (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE),
     lambda _: gemma4.FRAME,
 )
+HARMONY = Format(
+    "gpt-oss",
+    lambda functions: harmony.HarmonyParser(functions, separate=False),
+    (harmony.CHANNEL, harmony.CONSTRAIN, "to=functions."),
+    harmony.MARKS,
+    lambda _: Frame(""),
+    no_forms="its messages have channels",
+)
 FORMATS: Mapping[str, Format] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
@@ -97,6 +105,7 @@ FORMATS: Mapping[str, Format] = {
     "mistral": _MISTRAL,
     "pythonic": _PYTHONIC,
     "gemma4": _GEMMA4,
+    "gpt-oss": HARMONY,
 }
 
 

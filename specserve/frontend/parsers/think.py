@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from specserve.constraints.calls import CHANNEL, THINK, ThoughtMarks
+from specserve.constraints.calls import CHANNEL, HARMONY, THINK, ThoughtMarks
 from specserve.frontend.parsers.base import Content, Event, Parser, Reasoning, overlap
 
 Stage = Literal["before", "thinking", "after", "content"]
@@ -12,7 +12,7 @@ Stage = Literal["before", "thinking", "after", "content"]
 
 def marks_of(reasoning_parser: str) -> ThoughtMarks | None:
     """Return the marks that ``--reasoning-parser`` means; None if reasoning is not separated."""
-    return {"none": None, "gemma4": CHANNEL}.get(reasoning_parser, THINK)
+    return {"none": None, "gemma4": CHANNEL, "gpt-oss": HARMONY}.get(reasoning_parser, THINK)
 
 
 class ThinkParser(Parser):
