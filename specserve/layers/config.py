@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 from specserve_kernels import Gate, Routing
@@ -35,10 +36,8 @@ class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
     q and k is normalized before rotation. ``rope``: which of the model's rotary embeddings rotates. ``softmax``: its
     scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and values it attends to, None:
-    its own. Without ``v_proj`` its values are its keys before their norm. ``token_inputs``: width of the inputs of its
-    own that it takes for each token. ``update_scale`` multiplies what its blocks add to the stream. ``rotated``:
-    channels of a head that are rotated, 0: all. ``fused``: a file has q, k and v as one projection, and gate and up.
-    ``experts``: stand in place of its MLP. ``weights``: how its projections are stored."""
+    its own. Without ``v_proj`` its values are its keys before their norm. ``experts``: stand in place of its MLP.
+    ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -57,12 +56,13 @@ class LayerConfig:
     activation: Gate = "silu"
     reads: int | None = None
     v_proj: bool = True
-    token_inputs: int = 0
-    update_scale: float = 1.0
-    rotated: int = 0
-    fused: bool = False
     experts: ExpertsConfig | None = None
     weights: WeightFormat = PLAIN
+
+    @classmethod
+    def of(cls, layer: LayerConfig, **changes: Any) -> Self:
+        """Return a copy of this class, whose blocks have more to say, with other values."""
+        return cls(**{each.name: getattr(layer, each.name) for each in fields(layer)} | changes)
 
     @property
     def heads(self) -> tuple[int, int, int]:

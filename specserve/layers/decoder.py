@@ -23,9 +23,10 @@ from specserve.layers.weights import Projection
 class Attention(nn.Module):
     """Grouped-query attention, which the caller's ``attend`` computes. Like every block, it takes its input and the
     residual stream, and returns the update and the stream. ``norm``: that of heads; ``normed_values``: without a
-    weight, of values too."""
+    weight, of values too. ``fused``: files have q, k and v as one projection."""
 
     normed_values: ClassVar[bool] = False
+    fused: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         self.config = config
         name, size = f"layers.{layer}.self_attn", config.head_dim
         qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", config.heads, strict=True) if heads}
-        qkv = {"qkv_proj": sum(qkv.values())} if config.fused else qkv
+        qkv = {"qkv_proj": sum(qkv.values())} if self.fused else qkv
         new = config.weights.projection
         self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
         self.o_proj = new(name, config.num_heads * size, {"o_proj": config.hidden_size}, config.o_bias)
@@ -86,14 +87,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated feed-forward with a fused gate and up projection. ``module``: its name in the layer."""
+    """Gated feed-forward with a fused gate and up projection. ``module``: its name in the layer. ``fused``: so are they
+    in files."""
+
+    fused: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, layer: int, module: str = "mlp") -> None:
         super().__init__()
         name, size, inner = f"layers.{layer}.{module}", config.hidden_size, config.intermediate_size
         new = config.weights.projection
         self.activation = config.activation
-        parts = {"gate_up_proj": 2 * inner} if config.fused else {"gate_proj": inner, "up_proj": inner}
+        parts = {"gate_up_proj": 2 * inner} if self.fused else {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = new(name, size, parts, config.mlp_bias)
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 

@@ -13,13 +13,24 @@ import torch
 from specserve_kernels import Gate
 
 from specserve.kv.spec import KVSpec
-from specserve.layers.batch import Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.layers.weights import WeightFormat
 
 log = logging.getLogger(__name__)
+_LLAMA = (
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "input_size",
+    ),
+    *("qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +71,9 @@ class ModelConfig:
     @property
     def draft_layer(self) -> LayerConfig:
         """The geometry that a draft's layer has if nothing else is said: Llama's layer with plain weights, in the sizes
-        of the last one that stores keys and values."""
-        llama: Any = {
-            "rope": 0,
-            "softmax": Softmax(),
-            "sinks": False,
-            "activation": "silu",
-            "v_proj": True,
-            "token_inputs": 0,
-            "update_scale": 1.0,
-            "rotated": 0,
-            "fused": False,
-            "experts": None,
-        }
-        return replace(self.layers[self.kv_layers - 1], weights=PLAIN, **llama)
+        of the last one that stores keys and values, with its biases and norms of heads."""
+        last = self.layers[self.kv_layers - 1]
+        return LayerConfig(**{name: getattr(last, name) for name in _LLAMA})
 
     @property
     def rope(self) -> RopeConfig:

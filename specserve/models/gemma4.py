@@ -4,7 +4,7 @@ layers share, and inputs that each layer has for itself."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,13 @@ _ROPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Gemma4Config(LayerConfig):
+    """``token_inputs``: width of the inputs of its own that a layer takes for each token, 0: it takes none."""
+
+    token_inputs: int = 0
+
+
 class Gemma4Attention(Attention):
     """Normalizes values, too, which may be the keys before their norm."""
 
@@ -49,6 +56,7 @@ class Gemma4Layer(GemmaLayer):
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__(config, layer)
+        assert isinstance(config, Gemma4Config)
         self.layer_scalar = nn.Parameter(torch.ones(1))
         if config.token_inputs:
             name, new = f"layers.{layer}", config.weights.projection
@@ -103,9 +111,8 @@ class Gemma4Model(GemmaModel):
             if type(fields[name]) is not int or fields[name] < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
         bias, inputs = bool(fields.get("attention_bias")), fields["hidden_size_per_layer_input"]
-        layer = replace(
-            layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0), token_inputs=inputs
-        )
+        common: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "softmax": Softmax(1.0)}
+        layer = Gemma4Config.of(layer, token_inputs=inputs, **common)
         layers = with_windows(layer, fields["sliding_window"], fields, lambda n: (n + 1) % 6 != 0, rope=1)
         size, kv_heads = _sizes(fields, layer)
         whole = replace(
@@ -122,6 +129,7 @@ class Gemma4Model(GemmaModel):
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__(config, max_positions)
         first = config.layers[0]
+        assert isinstance(first, Gemma4Config)
         self._inputs = first.token_inputs
         if width := len(config.layers) * self._inputs:
             self.embed_tokens_per_layer = nn.Embedding(config.vocab_size, width)

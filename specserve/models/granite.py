@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specserve_kernels import Rounded
@@ -17,7 +17,19 @@ from specserve.models.llama import LlamaModel
 from specserve.models.scaled import ScaledModel
 
 
+@dataclass(frozen=True, slots=True)
+class GraniteConfig(LayerConfig):
+    """``update_scale`` multiplies what blocks add to the stream."""
+
+    update_scale: float = 1.0
+
+
 class GraniteLayer(DecoderLayer):
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        assert isinstance(config, GraniteConfig)
+        self._scale = config.update_scale
+
     def forward(
         self,
         x_TH: Tensor | Rounded,
@@ -26,11 +38,10 @@ class GraniteLayer(DecoderLayer):
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        scale = self.self_attn.config.update_scale
         update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
-        normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), update * scale, residual_TH)
+        normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), update * self._scale, residual_TH)
         update, residual_TH = self.mlp(*normed)
-        return update * scale, residual_TH
+        return update * self._scale, residual_TH
 
 
 class GraniteModel(ScaledModel, LlamaModel):
@@ -42,7 +53,7 @@ class GraniteModel(ScaledModel, LlamaModel):
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
         softmax, scale = Softmax(fields["attention_multiplier"]), fields["residual_multiplier"]
-        return replace(super().read_layer(layer, fields), softmax=softmax, update_scale=scale)
+        return GraniteConfig.of(super().read_layer(layer, fields), softmax=softmax, update_scale=scale)
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
         return super().logits(hidden_TH, out).div_(self.config.logit_divisor)

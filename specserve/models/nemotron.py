@@ -16,7 +16,7 @@ from specserve.layers.decoder import MLP, DecoderLayer
 from specserve.layers.norms import LayerNorm, RMSNorm
 from specserve.layers.rotary import RopeConfig
 from specserve.models.llama import LlamaModel
-from specserve.models.partial_rope import PartialLayer, partial_rope, rotated
+from specserve.models.partial_rope import PartialConfig, PartialLayer, partial_rope, rotated
 
 
 class SquaredMLP(MLP):
@@ -59,8 +59,8 @@ class NemotronModel(ArceeModel):
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        layer = replace(layer, rms_norm_eps=fields["norm_eps"], rotated=rotated(layer, fields))
-        return super().read_layer(layer, fields)
+        layer = super().read_layer(replace(layer, rms_norm_eps=fields["norm_eps"]), fields)
+        return PartialConfig.of(layer, rotated=rotated(layer, fields))
 
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:

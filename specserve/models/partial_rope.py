@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,13 @@ from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.models.config import check_rope_fields, rope_config
 
 
+@dataclass(frozen=True, slots=True)
+class PartialConfig(LayerConfig):
+    """``rotated``: channels of a head that are rotated."""
+
+    rotated: int = 0
+
+
 class PartialAttention(Attention):
     """Moves the channels that are rotated in pairs to where a whole head has its pairs, half of it apart. Scores do not
     depend on the order of channels."""
@@ -25,6 +32,7 @@ class PartialAttention(Attention):
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__(config, layer, norm)
+        assert isinstance(config, PartialConfig)
         half = config.rotated // 2
         low, high, rest = torch.arange(config.head_dim).split((half, half, config.head_dim - 2 * half))
         rest_low, rest_high = rest.tensor_split(2)

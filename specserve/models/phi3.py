@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from specserve.layers.batch import Softmax
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import DecoderLayer
+from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
-from specserve.models.partial_rope import PartialLayer, partial_rope, rotated
+from specserve.models.partial_rope import PartialAttention, PartialConfig, partial_rope, rotated
+
+
+class Phi3Attention(PartialAttention):
+    fused: ClassVar[bool] = True
+
+
+class Phi3MLP(MLP):
+    fused: ClassVar[bool] = True
+
+
+class Phi3Layer(DecoderLayer):
+    attention_class: ClassVar[type[Attention]] = Phi3Attention
+    mlp_class: ClassVar[type[MLP]] = Phi3MLP
 
 
 class Phi3Model(TargetModel):
@@ -23,12 +35,12 @@ class Phi3Model(TargetModel):
         "max_position_embeddings": 4096,
     }
 
-    layer_class: ClassVar[type[DecoderLayer]] = PartialLayer
+    layer_class: ClassVar[type[DecoderLayer]] = Phi3Layer
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
         softmax = Softmax(window=fields["sliding_window"])
-        return replace(layer, fused=True, softmax=softmax, rotated=rotated(layer, fields))
+        return PartialConfig.of(layer, softmax=softmax, rotated=rotated(layer, fields))
 
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
