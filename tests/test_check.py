@@ -331,10 +331,8 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
 
 
 @pytest.mark.parametrize(("algorithm", "tied"), [("EAGLE", False), ("EAGLE3", False), ("EAGLE3", True)])
-def test_only_a_head_without_a_norm_has_a_scaled_embedding(
-    algorithm: str, tied: bool, tmp_path: Path
-) -> None:
-    """EAGLE-3 normalizes what it reads, and may score with the embedding as it is."""
+def test_no_head_copies_a_scaled_embedding(algorithm: str, tied: bool, tmp_path: Path) -> None:
+    """EAGLE scales the rows that it reads. EAGLE-3 normalizes them, and may score with the embedding as it is."""
     target = make_gemma3(tmp_path / "target")
     if algorithm == "EAGLE":
         draft = make_eagle(tmp_path / "draft", target)
@@ -349,8 +347,13 @@ def test_only_a_head_without_a_norm_has_a_scaled_embedding(
     assert isinstance(model, GemmaModel)
     embedding, own = model.embed_tokens.weight, [*head.parameters(), *head.buffers()]
     held = memory_needed(scheduler).draft - sum(each.nbytes for each in own)
-    assert held == (embedding.nbytes if algorithm == "EAGLE" else 0)
-    assert torch.equal(model.draft_embedding.weight, embedding * embedding.shape[1] ** 0.5)
+    assert held == 0
+    tokens, features = torch.tensor([3, 5]), torch.zeros(2, embedding.shape[1])
+    if algorithm == "EAGLE":
+        seen: list[torch.Tensor] = []
+        head.fc.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        head.project_kv(tokens, features)
+        assert torch.equal(seen[0].chunk(2, 1)[0], embedding[tokens] * embedding.shape[1] ** 0.5)
     if tied:
         assert head.reader.weight is embedding
 

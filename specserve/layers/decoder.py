@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, GroupedQuery
 from specserve.layers.config import LayerConfig
+from specserve.layers.embedding import Embedding
 from specserve.layers.experts import ExpertsMLP
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope
@@ -129,9 +130,9 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = ExpertsMLP(config, layer, self.mlp_class)
 
-    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
         """Do the same as ``enter``, with the tokens' embeddings as the stream."""
-        return self.input_layernorm.embed(tokens_T, embedding_VH)
+        return self.input_layernorm.embed(tokens_T, embedding)
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         """Take the last block's output and the residual stream before it. Return the input of attention, and the

@@ -9,6 +9,7 @@ from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.layers.embedding import Embedding
 from specserve.layers.weights import Projection
 
 
@@ -27,9 +28,12 @@ class RMSNorm(nn.Module):
         """Normalize every head, or all of them together, by the weight's size."""
         return rms_norm(x_TND.reshape(-1, len(self.weight)), self.weight, self.eps).view(x_TND.shape)
 
-    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
         """Return the norm of the tokens' embeddings, and the embeddings."""
-        return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
+        if embedding.scale == 1:
+            return embed_rms_norm(tokens_T, embedding.weight, self.weight, self.eps)
+        embedded_TH = embedding(tokens_T)
+        return self(embedded_TH), embedded_TH
 
     def add(
         self, x_TH: Tensor, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
@@ -83,8 +87,8 @@ class LayerNorm(RMSNorm):
     def forward(self, x_TH: Tensor) -> Tensor:
         return F.layer_norm(x_TH, (len(self.weight),), self.weight, self.bias, self.eps)
 
-    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
-        stream_TH = F.embedding(tokens_T, embedding_VH)
+    def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
+        stream_TH = embedding(tokens_T)
         return self(stream_TH), stream_TH
 
     def add(

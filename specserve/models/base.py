@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specserve.layers.batch import TokenBatch
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
+from specserve.layers.embedding import Embedding
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
@@ -56,10 +57,15 @@ class TargetModel(nn.Module):
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
         return (rope_config(fields, source),)
 
+    @classmethod
+    def embedding_scale(cls, config: ModelConfig) -> float:
+        """Return what embeddings are multiplied by."""
+        return config.embedding_scale
+
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, self.embedding_scale(config))
         self.layers = nn.ModuleList(self.layer_class(layer, i) for i, layer in enumerate(config.layers))
         self.norm = self.norm_class(config.hidden_size, config.layers[-1].rms_norm_eps)
         self.lm_head: Projection
@@ -82,16 +88,11 @@ class TargetModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
-    @property
-    def draft_embedding(self) -> nn.Embedding:
-        """The embedding of tokens as its first layer reads it, which drafts share."""
-        return self.embed_tokens
-
     def _enter(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the first layer's attention, and the residual stream."""
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        return first.embed(tokens_T, self.embed_tokens.weight)
+        return first.embed(tokens_T, self.embed_tokens)
 
     def _token_inputs(self, tokens_T: Tensor, stream_TH: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Return what each layer reads besides the stream, from the tokens and their embeddings."""

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from specserve_kernels import Rounded
 from torch import Tensor
 
 from specserve.layers.batch import Attend, Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer, reader_of
+from specserve.layers.embedding import root_scale
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
-from specserve.models.config import ropes_by_kind, with_windows
-from specserve.models.scaled import ScaledModel
+from specserve.models.base import TargetModel
+from specserve.models.config import ModelConfig, ropes_by_kind, with_windows
 
 _PLAIN = ("attn_logit_softcapping", "use_bidirectional_attention")
 
@@ -60,13 +59,7 @@ class GemmaLayer(DecoderLayer):
         return *self.mlp(*normed), self.post_feedforward_layernorm.weight
 
 
-def embedding_scale(size: int, dtype: torch.dtype) -> float:
-    """Return the scale of embeddings of this size, rounded to their dtype. A number, for a tensor can't be made while a
-    graph is captured."""
-    return float(torch.tensor(size**0.5, dtype=dtype, device="cpu"))
-
-
-class GemmaModel(ScaledModel):
+class GemmaModel(TargetModel):
     """Scales embeddings by the root of the hidden size. Layers with a window rotate by the second rope."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -106,6 +99,6 @@ class GemmaModel(ScaledModel):
             whole = replace(whole, original_max_position_embeddings=trained)
         return whole, sliding
 
-    @cached_property
-    def _scale(self) -> float:
-        return embedding_scale(self.config.hidden_size, self.dtype)
+    @classmethod
+    def embedding_scale(cls, config: ModelConfig) -> float:
+        return root_scale(config.hidden_size)

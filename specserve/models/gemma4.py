@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +16,11 @@ from torch.nn import functional as F
 from specserve.layers.batch import Attend, Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
+from specserve.layers.embedding import Embedding, root_scale
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.config import FULL, SLIDING, ModelConfig, ropes_by_kind, with_windows
-from specserve.models.gemma import GemmaLayer, GemmaModel, embedding_scale
+from specserve.models.gemma import GemmaLayer, GemmaModel
 
 _ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -132,22 +132,17 @@ class Gemma4Model(GemmaModel):
         assert isinstance(first, Gemma4Config)
         self._inputs = first.token_inputs
         if width := len(config.layers) * self._inputs:
-            self.embed_tokens_per_layer = nn.Embedding(config.vocab_size, width)
+            self.embed_tokens_per_layer = Embedding(config.vocab_size, width, root_scale(self._inputs))
             projected = {"per_layer_model_projection": width}
             self.per_layer_model_projection = config.weights.projection(
                 "", config.hidden_size, projected, False
             )
             self.per_layer_projection_norm = WideRMSNorm(self._inputs, first.rms_norm_eps)
 
-    @cached_property
-    def _inputs_scale(self) -> float:
-        return embedding_scale(self._inputs, self.dtype)
-
     def _token_inputs(self, tokens_T: Tensor, stream_TH: Tensor) -> Iterable[tuple[Tensor, ...]]:
         if not self._inputs:
             return super()._token_inputs(tokens_T, stream_TH)
-        embedded_TX = F.embedding(tokens_T, self.embed_tokens_per_layer.weight)
-        embedded_TX = embedded_TX * self._inputs_scale
+        embedded_TX = self.embed_tokens_per_layer(tokens_T)
         projected_TX = self.per_layer_model_projection(stream_TH) * self.config.hidden_size**-0.5
         input_TLP = self.per_layer_projection_norm.heads(projected_TX.unflatten(-1, (-1, self._inputs)))
         input_TLP = (input_TLP + embedded_TX.view(input_TLP.shape)) * 0.5**0.5

@@ -14,7 +14,6 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer, reader_of
 from specserve.layers.rotary import Rope
 from specserve.models.llama import LlamaModel
-from specserve.models.scaled import ScaledModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class GraniteLayer(DecoderLayer):
         return update * self._scale, residual_TH
 
 
-class GraniteModel(ScaledModel, LlamaModel):
+class GraniteModel(LlamaModel):
     defaults: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"), 1.0
     )

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from specserve_kernels import Rounded
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from specserve.layers.batch import Attend
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
+from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
@@ -52,8 +52,8 @@ class OlmoLayer(DecoderLayer):
         self.mlp = MLP(config, layer)
         self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
-    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
-        stream_TH = F.embedding(tokens_T, embedding_VH)
+    def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
+        stream_TH = embedding(tokens_T)
         return stream_TH, stream_TH
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:

@@ -220,7 +220,7 @@ class BlockHead(DraftModule):
         super().__init__()
         self.config = config
         size, eps, vocab = config.layer.hidden_size, config.layer.rms_norm_eps, target.config.vocab_size
-        self._embed, self._lm_head = Borrowed(target.draft_embedding), Borrowed(target.lm_head)
+        self._embed, self._lm_head = Borrowed(target.embed_tokens), Borrowed(target.lm_head)
         self.fc = Linear(len(config.taps) * target.config.hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(
@@ -234,7 +234,7 @@ class BlockHead(DraftModule):
         if config.own_head:
             self.lm_head = Linear(size, rows, bias=False)
         if config.correction == "domino":
-            self.domino = DominoHead(target.draft_embedding, config.rank, config.memory, rows)
+            self.domino = DominoHead(target.embed_tokens, config.rank, config.memory, rows)
         elif config.correction == "selector":
             self.candidate_selector = CandidateSelector(config.candidates, config.rank, size, vocab, rows)
         elif config.correction is not None:
@@ -264,7 +264,7 @@ class BlockHead(DraftModule):
         tokens_BK = roots_B[:, None].repeat(1, self.config.block_size)
         tokens_BK[:, 1:] = self.config.mask_id
         rope, first = Rope(self.rope_P2D, positions_N), self._decoders[0]
-        stream = first(*first.embed(tokens_BK.flatten(), self._embed.module.weight), rope, attend)
+        stream = first(*first.embed(tokens_BK.flatten(), self._embed.module), rope, attend)
         for layer in self._decoders[1:]:
             stream = layer(*layer.enter(*stream), rope, attend)
         return self.norm.add(*stream)[0]

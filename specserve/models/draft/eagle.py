@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import Rounded, pair_inputs
+from specserve_kernels import Rounded
 from torch import Tensor, nn
 
+from specserve.layers.embedding import Embedding
 from specserve.layers.linear import Linear
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
@@ -22,7 +23,7 @@ class EagleHead(LayerHead):
     """``fc`` over [embedding; feature], then one decoder layer without an input norm."""
 
     def __init__(
-        self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
+        self, config: DraftConfig, layer: int, max_positions: int, embed: Embedding, lm_head: nn.Module
     ) -> None:
         super().__init__(config, embed)
         self._lm_head = Borrowed(lm_head)
@@ -45,9 +46,8 @@ class EagleHead(LayerHead):
 
     def _read(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None) -> Tensor | Rounded:
         """Return [embedding; feature], each normalized if the head has a norm for it."""
-        norms = self.embedding_layernorm, self.hidden_states_layernorm
-        if norms == (None, None):
+        norms, embed = (self.embedding_layernorm, self.hidden_states_layernorm), self._embed.module
+        if norms == (None, None) and embed.scale == 1:
             return self._pairs(self.fc, tokens_N, features_XH, source_N, None)[0]
-        pairs_N2H, _ = pair_inputs(tokens_N, self._embed.module.weight, features_XH, source_N, None)
-        halves = pairs_N2H.chunk(2, -1)
+        halves = embed(tokens_N), features_XH if source_N is None else features_XH[source_N]
         return torch.cat([h if norm is None else norm(h) for norm, h in zip(norms, halves, strict=True)], -1)

@@ -13,6 +13,7 @@ import torch
 from specserve_kernels import Rounded, pair_inputs
 from torch import Tensor, nn
 
+from specserve.layers.embedding import Embedding
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
@@ -28,7 +29,7 @@ class Eagle3Head(LayerHead):
         config: DraftConfig,
         layer: int,
         max_positions: int,
-        embed: nn.Embedding,
+        embed: Embedding,
         lm_head: nn.Module | None = None,
     ) -> None:
         super().__init__(config, embed)

@@ -43,10 +43,7 @@ def load_head(
     def make(_: HeadSource, target: TargetModel) -> Head:
         layer = 0 if parallel else target.config.kv_layers  # where layers are counted from in the pool
         lm_head = None if own else target.lm_head
-        # Others normalize the embedding, which makes its scale, for which Gemma holds a copy, irrelevant.
-        scaled = make_head is EagleHead and not config.own_embedding
-        embedding = target.draft_embedding if scaled else target.embed_tokens
-        return make_head(config, layer, target.max_positions, embedding, lm_head)
+        return make_head(config, layer, target.max_positions, target.embed_tokens, lm_head)
 
     def loaded(head: Head) -> None:
         if isinstance(head, MTPHead):

@@ -162,7 +162,7 @@ class Gemma4Assistant(DraftModule):
     ) -> tuple[Tensor, Tensor]:
         """Return the logits ``[N, V]`` after the tokens, and the next level's states ``[N, H]``. ``source_N``: each
         token's row of ``states_XH``."""
-        pair_NX = torch.cat([self._target.module.embed(tokens_N), states_XH[source_N]], 1)
+        pair_NX = torch.cat([self._target.module.embed_tokens(tokens_N), states_XH[source_N]], 1)
         x_ND, first = self.pre_projection(pair_NX), self.model.layers[0]
         assert isinstance(first, DecoderLayer)
         batch = TokenBatch(tokens_N, positions_N, attend)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specserve.layers.batch import Attend
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention
+from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
@@ -64,11 +65,11 @@ class LayerHead(DraftModule):
     lm_head: Projection  # its own, if ``_lm_head`` is None
     rope_P2D: Tensor
 
-    def __init__(self, config: DraftConfig, embed: nn.Embedding) -> None:
+    def __init__(self, config: DraftConfig, embed: Embedding) -> None:
         super().__init__()
         self.config = config
         if config.own_embedding:
-            embed = self.embed_tokens = nn.Embedding(config.target_vocab_size, config.layer.hidden_size)
+            embed = self.embed_tokens = Embedding(config.target_vocab_size, config.layer.hidden_size)
         self.vocab_size = config.draft_vocab_size
         self._embed = Borrowed(embed)
         self._lm_head: Borrowed[nn.Module] | None = None

@@ -114,7 +114,7 @@ class HydraLayer(LayerHead):
             draft_vocab_size=vocab,
             recycle_normed=True,
         )
-        super().__init__(config, target.draft_embedding)
+        super().__init__(config, target.embed_tokens)
         self._add_layer(target.config.kv_layers, target.max_positions)
         self.input_layernorm, self.norm = (RMSNorm(size, own.rms_norm_eps) for _ in range(2))
 
@@ -141,7 +141,7 @@ class HydraHeads(Network):
             ResidualBlock(size, bias=True) for _ in range(count if self._repeats else 0)
         )
         self.heads = nn.ModuleList(Linear(size, self.vocab_size, bias=True) for _ in range(count))
-        self._embed = Borrowed(target.draft_embedding)
+        self._embed = Borrowed(target.embed_tokens)
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
         # A path is a state and the embeddings of root and path.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from specserve.layers.embedding import Embedding
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
@@ -23,7 +24,7 @@ class MTPHead(LayerHead):
     The head's final norm is ``norm`` here and ``final_layernorm`` in files."""
 
     def __init__(
-        self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
+        self, config: DraftConfig, layer: int, max_positions: int, embed: Embedding, lm_head: nn.Module
     ) -> None:
         super().__init__(config, embed)
         self._lm_head = Borrowed(lm_head)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import DecoderLayer
+from specserve.layers.embedding import Embedding
 from specserve.layers.rotary import Rope
 from specserve.models.config import COUNT, OBJECT, check, read_json
 from specserve.models.draft.eagle3 import Eagle3Head
@@ -32,7 +33,7 @@ class PEagleHead(Eagle3Head):
         config: DraftConfig,
         layer: int,
         max_positions: int,
-        embed: nn.Embedding,
+        embed: Embedding,
         lm_head: nn.Module | None = None,
     ) -> None:
         super().__init__(config, layer, max_positions, embed, lm_head)

@@ -105,7 +105,7 @@ class ReDrafter(Network):
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
         width, self._rnn = source.width, source.rnn
-        self._embed = Borrowed(target.draft_embedding)
+        self._embed = Borrowed(target.embed_tokens)
         if self._rnn:
             self.rnn_w, self.rnn_u = Linear(size, size, bias=False), Linear(size, size, bias=True)
         self.input_proj = nn.Identity() if width == 2 * size else Linear(2 * size, width, bias=True)

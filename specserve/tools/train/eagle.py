@@ -93,10 +93,14 @@ def make_eagle(target: TargetModel, options: HeadOptions, max_positions: int) ->
     count alike and scores have a deviation of about 1."""
     config = draft_config(target.config, options, 1, target.config.vocab_size)
     with target.device:
-        head = EagleHead(config, 0, max_positions, target.draft_embedding, target.lm_head)
-    embedding, feature = spread(target.draft_embedding.weight), target.norm.weight.norm()
+        head = EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
+    embed, feature = target.embed_tokens, target.norm.weight.norm()
     size = spread(target.lm_head.rows(None)[0]) * (3 * config.layer.hidden_size) ** -0.5
-    for columns, of in zip(head.fc.get_parameter("weight").chunk(2, 1), (embedding, feature), strict=True):
+    for columns, of in zip(
+        head.fc.get_parameter("weight").chunk(2, 1),
+        (spread(embed.weight) * embed.scale, feature),
+        strict=True,
+    ):
         columns.div_(of * size)
     return head
 
