@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -22,10 +21,9 @@ from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler
-from tests.reference.gemma4 import draw_weights
+from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.quantized import DIALECTS, dequantize, quantize
-from tests.test_more_targets import SIZES
 
 
 @pytest.mark.parametrize("safetensors", [True, False])
@@ -51,11 +49,7 @@ def test_experts_may_be_one_tensor(safetensors: bool, tmp_path: Path) -> None:
 
 def test_experts_in_mxfp4_are_converted(tmp_path: Path) -> None:
     """To what transformers makes of them."""
-    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16, "bos_token_id": 0}
-    sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**SIZES, **sizes}))
-    draw_weights(model)
-    model.bfloat16().save_pretrained(tmp_path / "plain")
+    make_gpt_oss(tmp_path / "plain", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
     state, config = load_checkpoint(tmp_path / "plain")
     packed, draws = dict(state), torch.Generator().manual_seed(0)
     for name in [

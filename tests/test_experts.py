@@ -11,7 +11,6 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-import transformers
 from specserve_kernels import Routes, gather_slots
 
 from benchmarks.configurations import CHOICES, pairwise
@@ -24,24 +23,11 @@ from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
 from tests.engines import context_of, make_scheduler
 from tests.reference.draft_models import make_eagle3
-from tests.reference.gemma4 import draw_weights
+from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import make_llama, make_qwen3_moe
 from tests.test_graphs import fake_graphs
-from tests.test_more_targets import SIZES
 
 Measure = Callable[[], CostModel]
-
-
-def make_gpt_oss(path: Path) -> Path:
-    """With the blocks' parts of the stream small, so that a draft agrees."""
-    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 8}
-    config = transformers.GptOssConfig(**{**SIZES, **sizes, "bos_token_id": 0})
-    model = transformers.GptOssForCausalLM(config)
-    draw_weights(model)
-    for name, weight in model.named_parameters():
-        weight.data *= 0.1 if "down_proj" in name or "o_proj" in name else 1
-    model.save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.engines import Answer, Checkpoints, answer_all, make_scheduler
 from tests.launches import followed
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
+from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import make_gemma3, make_qwen3_moe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -162,13 +163,25 @@ def experts_with_eagle3(path: Path) -> tuple[Path, Path]:
     return target, make_eagle3(path / "draft", target)
 
 
+def gpt_oss_with_eagle3(path: Path) -> tuple[Path, Path]:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    target = make_gpt_oss(path / "target", **sizes, sliding_window=80, num_hidden_layers=3)
+    return target, make_eagle3(path / "draft", target)
+
+
 @pytest.mark.parametrize(
-    ("made", "longest"), [(gemma3_with_eagle3, 90), (gemma4_with_assistant, 90), (experts_with_eagle3, 30)]
+    ("made", "longest"),
+    [
+        (gemma3_with_eagle3, 90),
+        (gemma4_with_assistant, 90),
+        (experts_with_eagle3, 30),
+        (gpt_oss_with_eagle3, 30),
+    ],
 )
 def test_other_layers_than_llama_s(
     made: Callable[[Path], tuple[Path, Path]], longest: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU and experts."""
+    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU, experts and sinks."""
     target, draft = made(tmp_path)
     settings = {
         "dtype": "float32",
