@@ -264,12 +264,12 @@ def main() -> None:
     DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagle3_useless`` is a draft that is
     never right. One engine runs all policies in turns, so that a machine that slows down affects all alike. Fixed
     shapes are forced upon its scheduler; the controller keeps what it learned from one batch size to the next, as
-    in a server. With ``--rates`` acceptance is drawn, and ``allowed`` is the most that drafting can gain over plain
-    decoding if a step's time were the bytes of weights that it reads. All requests are greedy; in 16 bits near-ties
-    make some texts diverge. Each turn continues in the prompts where the last one ended. A fixed shape that is far
-    behind the best in the first turn gets no other. Batches are kept full: when a request ends the next begins,
-    with its prompt in the prefix cache. Tokens per second are by the wall clock; they include the time to start a
-    request, but not its first token.
+    in a server. With ``--rates``, such as those of ``golden_acceptance.json``, acceptance is drawn, and ``allowed``
+    is the most that drafting can gain over plain decoding if a step's time were the bytes of weights that it reads.
+    All requests are greedy; in 16 bits near-ties make some texts diverge. Each turn continues in the prompts where
+    the last one ended. A fixed shape that is far behind the best in the first turn gets no other. Batches are kept
+    full: when a request ends the next begins, with its prompt in the prefix cache. Tokens per second are by the wall
+    clock; they include the time to start a request, but not its first token.
     ``while_stepping`` is by the device time of steps, which is what the controller can influence. Answers have half
     to all of ``--new-tokens``.
     """
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, STATIC)), help="not set: all")
-    parser.add_argument("--rates", help="--speculative-synthetic-acceptance: by level, as 0.83,0.73")
+    parser.add_argument("--rates", help="as --speculative-synthetic-acceptance, by level")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     add_requests(parser)
     args = parse_load(parser)
