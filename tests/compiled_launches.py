@@ -503,6 +503,13 @@ def packed_weights() -> list[Packed]:
 
 
 @cache
+def packed_floats() -> Packed:
+    """Of 4 bits, which only experts can have."""
+    scales = torch.zeros(4096, 128, dtype=torch.bfloat16)
+    return pack(Numbers(weight(4096, 4096, torch.uint8), scales, None, 32, floats=True))
+
+
+@cache
 def wide_weights() -> list[Packed]:
     """Gates as wide as Llama-3.1-8B's, each row of which has one scale."""
     scale_OG = torch.zeros(28672, 1)
@@ -556,7 +563,7 @@ def launch_packed_experts(tokens: int) -> None:
     """Two, whose weights are of all kinds that are stored."""
     x_TH = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
     routes = route(x_TH, weight(2, 2048), Routing(2, 2))
-    for packed in packed_weights():
+    for packed in (*packed_weights(), packed_floats()):
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
 

@@ -24,6 +24,7 @@ from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.quantized import DIALECTS, dequantize, quantize
+from tests.test_targets import recorded_logits
 
 
 @pytest.mark.parametrize("safetensors", [True, False])
@@ -45,34 +46,6 @@ def test_experts_may_be_one_tensor(safetensors: bool, tmp_path: Path) -> None:
     work = [([3, 9, 27, 17], SamplingParams(temperature=0, max_tokens=4))]
     answers = [answer_all(make_scheduler(tmp_path / each), work)[0].tokens for each in ("apart", "fused")]
     assert answers[0] == answers[1]
-
-
-def test_experts_in_mxfp4_are_converted(tmp_path: Path) -> None:
-    """To what transformers makes of them."""
-    make_gpt_oss(tmp_path / "plain", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    state, config = load_checkpoint(tmp_path / "plain")
-    packed, draws = dict(state), torch.Generator().manual_seed(0)
-    for name in [
-        name for name in state if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj")
-    ]:
-        experts, inputs, outputs = packed.pop(name).shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=draws, dtype=torch.uint8)
-        scales = torch.randint(118, 124, blocks.shape[:-1], generator=draws, dtype=torch.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        state[name] = convert_moe_packed_tensors(blocks, scales)
-    quantized = config | {"quantization_config": {"quant_method": "mxfp4"}}
-    save_checkpoint(tmp_path / "packed", packed, quantized, safetensors=True)
-    save_checkpoint(tmp_path / "plain", state, config, safetensors=True)
-    ours, theirs = (
-        load_target(tmp_path / each, torch.bfloat16, torch.device("cpu")).state_dict()
-        for each in ("packed", "plain")
-    )
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    del packed["model.layers.1.mlp.experts.down_proj_scales"]
-    save_checkpoint(tmp_path / "packed", packed, quantized, safetensors=True)
-    with pytest.raises(ValueError, match=r"has no tensor layers\.1\.mlp\.experts\.down_proj_scales"):
-        load_model_config(tmp_path / "packed")
 
 
 def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:
@@ -121,6 +94,47 @@ def test_the_logits_of_what_quantized_experts_mean(dialect: str, wide: Path, tmp
     with held_as_on_a_gpu():
         torch.testing.assert_close(logits_of(path, torch.float32), expected, rtol=0, atol=1e-3)
     assert (expected - logits_of(wide, torch.float64)).abs().max() > 1e-3
+
+
+def test_the_logits_of_what_mxfp4_means(tmp_path: Path) -> None:
+    """Each number by the formula of its format, e2m1 by a power of two, and as transformers converts it."""
+    state, config = load_checkpoint(make_gpt_oss(tmp_path / "plain", hidden_size=64, intermediate_size=96))
+    generator, meant = torch.Generator().manual_seed(0), dict(state)
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        codes = torch.randint(0, 16, (*shape, 16, 2), generator=generator)
+        powers = torch.randint(-6, -2, shape, generator=generator)
+        blocks, scales = (codes[..., 0] + 16 * codes[..., 1]).to(torch.uint8), (powers + 127).to(torch.uint8)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        sign, exponent, half = 1 - 2.0 * (codes // 8), codes // 2 % 4, codes % 2 / 2
+        size = torch.where(exponent == 0, half, (1 + half) * 2.0 ** (exponent - 1))
+        weight = sign * size * 2.0 ** powers[..., None, None]
+        meant[name] = weight.double().reshape(experts, outputs, inputs).mT.contiguous()
+        assert torch.equal(meant[name], convert_moe_packed_tensors(blocks, scales).double())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    save_checkpoint(
+        tmp_path / "quantized", state, config | {"quantization_config": quantization}, safetensors=True
+    )
+    save_checkpoint(tmp_path / "meant", meant, config, safetensors=True)
+    work = [([3, 9, 27, 17, 5], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))]
+
+    def logits(name: str, dtype: str) -> Tensor:
+        with recorded_logits() as found:
+            answer_all(make_scheduler(tmp_path / name, dtype=dtype), work)
+        return torch.stack(found).double()
+
+    expected = logits("meant", "float64")
+    torch.testing.assert_close(logits("quantized", "float64"), expected, rtol=0, atol=1e-10)
+    with held_as_on_a_gpu():
+        torch.testing.assert_close(logits("quantized", "float32"), expected, rtol=0, atol=1e-3)
+    del state["model.layers.1.mlp.experts.down_proj_scales"]
+    save_checkpoint(
+        tmp_path / "quantized", state, config | {"quantization_config": quantization}, safetensors=True
+    )
+    with pytest.raises(ValueError, match=r"has no tensor layers\.1\.mlp\.experts\.0\.down_proj\.scales"):
+        make_scheduler(tmp_path / "quantized")
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
+from specserve_kernels.reference.linear.packed import FLOATS4, Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8
 from torch import Tensor
 
@@ -155,17 +155,19 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
     if name == "fp8":
         values_OI = (weight_EOI.flatten(0, 1) * 50).to(FP8)
     else:
-        low, high = (0, 16) if name == "int4" else (-128, 128)
-        values_OI = torch.randint(
-            low, high, (outputs, inputs), dtype=torch.uint8 if name == "int4" else torch.int8
-        )
+        few = name in ("int4", "floats4")
+        low, high = (0, 16) if few else (-128, 128)
+        values_OI = torch.randint(low, high, (outputs, inputs), dtype=torch.uint8 if few else torch.int8)
     groups, at_O, at_I = -(-inputs // many), torch.arange(outputs) // int(rows), torch.arange(inputs) // many
     scale_SG = (torch.rand(-(-outputs // int(rows)), groups) + 0.5) / 400
     zero_OG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if zeros else None
     less = 8.0 if name == "int4" else 0.0
     zero_OI = less if zero_OG is None else zero_OG[:, at_I].double()
-    meant_OI = (values_OI.double() - zero_OI) * scale_SG.double()[at_O][:, at_I]
-    held = pack(Numbers(values_OI, scale_SG, zero_OG, int(group), int(rows)))
+    plain_OI = values_OI.double() - zero_OI
+    if name == "floats4":
+        plain_OI = torch.tensor([*FLOATS4, *(-each for each in FLOATS4)]).double()[values_OI.int()]
+    meant_OI = plain_OI * scale_SG.double()[at_O][:, at_I]
+    held = pack(Numbers(values_OI, scale_SG, zero_OG, int(group), int(rows), floats=name == "floats4"))
     moved = (each.to(DEVICE) if isinstance(each, Tensor) else each for each in held)
     return Packed(*moved), meant_OI.view(weight_EOI.shape).to(DEVICE)  # type: ignore[arg-type]
 
@@ -183,6 +185,7 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
         "int4 0 1",
         "int4 32 1",
         "int4 128 1 zeros",
+        "floats4 32 1",
     ],
 )
 @pytest.mark.parametrize("tokens", [3, 40])

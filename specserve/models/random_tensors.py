@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
-from math import sqrt
+from math import log2, sqrt
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ and attention's is nearly the mean of all tokens."""
 _SPREAD = 0.05  # of norms' weights around 1, and of biases around 0
 _QUANTIZED: Dtypes = {
     "qweight": None, "scales": torch.float16, "qzeros": None, "weight_scale": torch.bfloat16,
-    "g_idx": None, "weight_g_idx": None,
+    "g_idx": None, "weight_g_idx": None, "blocks": None,
 }  # fmt: skip
 """The tensors that a quantized module may have and that decide about its format."""
 
@@ -81,7 +81,9 @@ class RandomTensors(TensorFiles):
             if kind.endswith(("qzeros", "zero_point")):
                 return torch.full(shape, _ZEROS[bits], dtype=dtype, device=device)
             if "scale" in kind:
-                return torch.full(shape, gain * module.inputs**-0.5 / integers, dtype=dtype, device=device)
+                scale = gain * module.inputs**-0.5 / integers
+                scale = scale if dtype.is_floating_point else round(log2(scale)) + 127  # of mxfp4
+                return torch.full(shape, scale, dtype=dtype, device=device)
             spread = integers if dtype.itemsize == 1 else spread
         out = torch.empty(shape, dtype=dtype, device=device)
         return draw(self._owner + name, out, spread, len(shape) < 2 and kind != "bias")

@@ -4,7 +4,7 @@ Names are compared without a leading ``model.``, ``language_model.`` or ``text_m
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
 read as one for each projection of each. Next to one of their biases, as gpt-oss has it, it is [E, I, O], with gates and
-ups by turns; or [E, O, I] in MXFP4, ``experts.gate_up_proj_blocks`` and ``_scales``, which becomes bfloat16.
+ups by turns; ``blocks`` and ``scales`` of MXFP4 are [E, O, ..], also by turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from specserve.layers.formats import mxfp4
 from specserve.layers.weights import FLOATS
 from specserve.models.config import read_json
 
@@ -33,8 +32,8 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks)?")
-_DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4}
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(?:_(bias|blocks|scales))?")
+_DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
@@ -43,16 +42,12 @@ class Header(NamedTuple):
     dtype: torch.dtype
 
 
-_Place = tuple[Path, str]  # the file, and the name in it
-
-
 class _Part(NamedTuple):
-    """One expert's ``rows`` of a fused tensor. ``by_inputs``: it is ``[E, I, O]``. ``scales``: of MXFP4."""
+    """One expert's ``rows`` of a fused tensor. ``by_inputs``: it is ``[E, I, O]``."""
 
     expert: int
     rows: slice
     by_inputs: bool
-    scales: _Place | None
 
     def of(self, fused: Any) -> Tensor:
         """Read it. ``fused``: a tensor, or a slice of a file."""
@@ -64,10 +59,7 @@ class _Part(NamedTuple):
 
     def header(self, fused: Header) -> Header:
         outputs, *inputs = reversed(fused.shape[1:]) if self.by_inputs else fused.shape[1:]
-        rows = len(range(outputs)[self.rows])
-        if self.scales is None:
-            return Header((rows, *inputs), fused.dtype)
-        return Header((rows, inputs[0] * mxfp4.GROUP), torch.bfloat16)
+        return Header((len(range(outputs)[self.rows]), *inputs), fused.dtype)
 
 
 def canonical(name: str) -> str:
@@ -93,7 +85,7 @@ class TensorFiles:
         """Raise ValueError for files that are missing or can't be read, and for a tensor that is there twice unless
         an index says which of them counts."""
         self.path = path
-        self._files: dict[str, _Place] = {}
+        self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
         self._opened: dict[Path, Any] = {}  # for their headers
         self._parts: dict[str, _Part] = {}  # of fused tensors
@@ -114,27 +106,22 @@ class TensorFiles:
     def _split(self, found: re.Match[str], by_turns: bool) -> None:
         """Name the projections in a fused tensor. Raises ValueError if its shape can't be theirs, or if one is there
         by itself."""
-        fused, (experts, stem, kind) = found[0], found.groups()
+        fused, (experts, stem, kind) = found[0], found.groups("weight")
         shape, projections = self.header(fused).shape, _projections(experts, stem)
-        by_inputs, count = by_turns and kind is None, len(projections)
+        by_inputs, count = by_turns and kind == "weight", len(projections)
         axis = 2 if by_inputs else 1
         if len(shape) != _DIMENSIONS[kind] or shape[axis] % count:
             sizes = [f"outputs of {' and '.join(projections)}", "inputs"][:: -1 if by_inputs else 1]
             wanted = f"expected experts, {sizes[0]}, and {sizes[1]}"
             raise ValueError(f"{self.file(fused)}: tensor {fused} has shape {list(shape)}, {wanted}")
-        scales = self._take(f"{experts}.{stem}_proj_scales") if kind == "_blocks" else None
-        place, size = self._take(fused), shape[axis] // count
+        place, size = self._files.pop(fused), shape[axis] // count
         for number, (expert, part) in enumerate(itertools.product(range(shape[0]), projections)):
-            name = f"{experts}.{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
+            name = f"{experts}.{expert}.{part}.{kind}"
             if name in self._files:
                 raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
             at = number % count
             rows = slice(at, None, count) if by_turns else slice(at * size, (at + 1) * size)
-            self._files[name], self._parts[name] = place, _Part(expert, rows, by_inputs, scales)
-
-    def _take(self, name: str) -> _Place:
-        self.file(name)
-        return self._files.pop(name)
+            self._files[name], self._parts[name] = place, _Part(expert, rows, by_inputs)
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix == ".safetensors":
@@ -184,22 +171,13 @@ class TensorFiles:
     def __getitem__(self, name: str) -> Tensor:
         file, stored = self.file(name), self._files[name][1]
         if (part := self._parts.get(name)) is not None:
-            of_part = part.of(self._slice((file, stored)))
-            return (
-                of_part if part.scales is None else mxfp4.decode(of_part, part.of(self._slice(part.scales)))
-            )
+            pickled = file in self._pickled
+            return part.of(self._pickled[file][stored] if pickled else _open_safetensors(file).get_slice(stored))
         if file in self._pickled:
             return self._pickled[file][stored]
         found = _open_safetensors(file).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
-
-    def _slice(self, place: _Place) -> Any:
-        """Return what reads a part of a tensor."""
-        file, stored = place
-        if file in self._pickled:
-            return self._pickled[file][stored]
-        return _open_safetensors(file).get_slice(stored)
 
     def check(self, name: str, target: Tensor) -> None:
         """Raise ValueError naming the file if there is no tensor ``name`` that fits a parameter's ``target``."""

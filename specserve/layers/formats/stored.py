@@ -124,7 +124,7 @@ class StoredProjection(Projection):
             check_capability(self._device)
             served = on_gpu(self._device) and self._dtype != torch.float64
         else:
-            served = multiplies_integers(self._device, self._dtype)
+            served = multiplies_integers(self._device, self._dtype) and (self.stacked or not packed.floats)
         if not served:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
             self.plain.rounding = FP8 if is_fp8 else None
@@ -133,7 +133,7 @@ class StoredProjection(Projection):
         held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
         for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
             self.register_buffer(name, each, persistent=False)
-        self._step, self._rows = packed.step, packed.rows
+        self._step, self._rows, self._floats = packed.step, packed.rows, packed.floats
 
     def _each_part(self, numbers: Sequence[Numbers], biases: Sequence[Tensor | None]) -> Joined:
         """Keep each part separately: parts with different orders have no inputs in common."""
@@ -149,7 +149,7 @@ class StoredProjection(Projection):
     @property
     def packed(self) -> Packed:
         inputs, step, rows = self.inputs, self._step, self._rows
-        return Packed(self.values, self.scale, self.zero, inputs, step, rows, self.order)
+        return Packed(self.values, self.scale, self.zero, inputs, step, rows, self.order, self._floats)
 
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         if (instead := self._instead) is not None:
@@ -213,6 +213,7 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
         parts[0].group,
         rows,
         None if order_I is None else order_I.to(values_OI.device),
+        parts[0].floats,
     )
 
 

@@ -22,13 +22,20 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
 from specserve_kernels.ops.experts.route import pairs_of_tile
 from specserve_kernels.ops.layer.activation import activate
-from specserve_kernels.ops.linear.nibbles import BFLOATS, BFLOATS_LESS, HALFS, HALFS_LESS
+from specserve_kernels.ops.linear.nibbles import (
+    BFLOATS,
+    BFLOATS_LESS,
+    BFLOATS_OF_FLOATS,
+    HALFS,
+    HALFS_LESS,
+    HALFS_OF_FLOATS,
+)
 from specserve_kernels.ops.linear.packed import COMPILED, in_order, number_of, numbers, words_of
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import GATES, Gate
-from specserve_kernels.reference.linear.packed import Packed
+from specserve_kernels.reference.linear.packed import STEP, Packed
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
 BLOCK_H = 1024  # hidden channels of a program that adds outputs
@@ -130,18 +137,21 @@ def _launch(
         "ROWS": 1,
         "SCALE": tl.float32,
         "GROUPED": False,
+        "FLOATS": False,
     }
     if isinstance(weight, Tensor):
         return (weight, None, None), options, block.outputs
     scale, zero = weight.scale_WSN, weight.zero_WON
     options |= {
         "BLOCK_I": weight.step,
+        "num_stages": block.stages * min(2, STEP // weight.step),
         "BITS": weight.bits,
         "TOTAL": len(weight.values),
         "SCALES": scale.shape[1],
         "ROWS": weight.rows,
         "SCALE": getattr(tl, str(scale.dtype).removeprefix("torch.")),
         "GROUPED": weight.grouped,
+        "FLOATS": weight.floats,
     }
     scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
     return (weight.values, scale, zero), options, block.outputs
@@ -172,6 +182,7 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,
     SCALE: tl.constexpr,
     GROUPED: tl.constexpr,
+    FLOATS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
@@ -206,6 +217,7 @@ def _gate_up_kernel(
                 ROWS,
                 SCALE,
                 GROUPED,
+                FLOATS,
             )
             up = _times(
                 weight_ptr,
@@ -225,6 +237,7 @@ def _gate_up_kernel(
                 ROWS,
                 SCALE,
                 GROUPED,
+                FLOATS,
             )
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * 2 * I + o
@@ -267,6 +280,7 @@ def _down_kernel(
     ROWS: tl.constexpr,
     SCALE: tl.constexpr,
     GROUPED: tl.constexpr,
+    FLOATS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
@@ -305,6 +319,7 @@ def _down_kernel(
                 ROWS,
                 SCALE,
                 GROUPED,
+                FLOATS,
             )
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + expert * H + o, mask=o < H, other=0).to(tl.float32)[:, None]
@@ -338,6 +353,7 @@ def _times(
     ROWS: tl.constexpr,
     SCALE: tl.constexpr,
     GROUPED: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """Return ``sums`` plus the products of a step's inputs ``x`` and the weights of some rows."""
     if BITS == 16:
@@ -350,7 +366,9 @@ def _times(
         weight_ptrs = weight_ptr + row[:, None] * WIDTH + step * BYTES + tl.arange(0, BYTES)[None, :]
         values = tl.load(weight_ptrs, mask=there[:, None])
         ZEROS: tl.constexpr = zero_ptr is not None
-        weight = _floats(values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, x.dtype)
+        weight = _floats(
+            values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, FLOATS, x.dtype
+        )
         product = tl.dot(weight, x, input_precision="ieee")
         if GROUPED:
             scale = number_of(scale_ptr + row // ROWS, step, SCALES, there, SCALE).to(tl.float32)
@@ -368,6 +386,7 @@ def _floats(
     TOTAL: tl.constexpr,
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
+    FLOATS: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Return a step's numbers, exactly, in the dtype of the activations."""
@@ -383,8 +402,12 @@ def _floats(
                 pack=4,
             )
         else:
+            if FLOATS:
+                CODE: tl.constexpr = BFLOATS_OF_FLOATS if dtype == tl.bfloat16 else HALFS_OF_FLOATS
+            else:
+                CODE: tl.constexpr = BFLOATS if dtype == tl.bfloat16 else HALFS
             low, high = tl.inline_asm_elementwise(
-                BFLOATS if dtype == tl.bfloat16 else HALFS,
+                CODE,
                 "=r,=r,=r,=r,r",
                 [values],
                 dtype=(dtype.value, dtype.value),
@@ -392,6 +415,11 @@ def _floats(
                 pack=4,
             )
         return in_order(low, high)
+    elif FLOATS:
+        bits = in_order(values & 15, values >> 4).to(tl.int32)
+        size = bits & 7
+        twice = size + tl.maximum(size - 4, 0) + 2 * tl.maximum(size - 6, 0)
+        return tl.where(bits > 7, -twice, twice).to(dtype) * 0.5
     else:
         plain = numbers(values, zero_ptrs, step, there, TOTAL, BITS, ZEROS).to(dtype)
         return plain * 0.0625 if BITS == 4 and not ZEROS else plain

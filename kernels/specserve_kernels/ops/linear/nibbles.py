@@ -28,6 +28,38 @@ LESS = tl.constexpr(
 """Minus the second argument. The highest bit of a byte keeps a difference from borrowing, and is its inverted sign."""
 
 
+def _by_pairs(begin: str, lines: tuple[str, ...]) -> str:
+    """Repeat ``lines`` for each register of the result: ``pair`` has a byte in each half."""
+    pairs = [("down", "0x4140"), ("down", "0x4342"), ("up", "0x4140"), ("up", "0x4342")]
+    found = [
+        "{",
+        ".reg .b32 up, down, zero, less, pair, sign;",
+        begin,
+        "mov.b32 down, $4;",
+        "shr.b32 up, $4, 4;",
+    ]
+    for number, (word, selected) in enumerate(pairs):
+        found += [
+            f"prmt.b32 pair, {word}, 0, {selected};",
+            *(line.replace("out", f"${number}") for line in lines),
+        ]
+    return "\n".join([*found, "}"])
+
+
+def _table(half: bool) -> str:
+    """Make floats of floats of 4 bits: all but the sign become the lowest bits of the exponent and the highest of the
+    rest, which is the number by a power of two."""
+    left, rest, power = (9, "0x0e000e00", "0x74007400") if half else (6, "0x01c001c0", "0x7e807e80")
+    lines = (
+        "shl.b32 sign, pair, 12;",
+        f"shl.b32 pair, pair, {left};",
+        "and.b32 sign, sign, 0x80008000;",
+        f"lop3.b32 pair, pair, {rest}, sign, 0xea;",
+        f"fma.rn.{'f16x2' if half else 'bf16x2'} out, pair, zero, less;",
+    )
+    return _by_pairs(f"mov.b32 zero, {power}; mov.b32 less, 0x80008000;", lines)
+
+
 def _floats(zeros: bool, half: bool) -> str:
     """Make floats, pairs of which share a register. A half is put into the lowest bits of a power of two, which the
     result is less; without zero points, the highest bit of two's complement is inverted, and the result also 8 less."""
@@ -38,32 +70,15 @@ def _floats(zeros: bool, half: bool) -> str:
     )
     kind = "f16x2" if half else "bf16x2"
     if zeros:
-        power_of = f"lop3.b32 {{0}}, {{0}}, 0x000f000f, {power}, 0xea;"
         begin = f"prmt.b32 zero, $5, 0, 0x4040; or.b32 zero, zero, {power}; mov.b32 less, {minus_one};"
-        end = f"fma.rn.{kind} {{1}}, zero, less, {{0}};"
-    else:
-        power_of = f"lop3.b32 {{0}}, {{0}}, 0x000f000f, {power[:5]}8{power[6:9]}8, 0x6a;"
-        begin = f"mov.b32 zero, {one}; mov.b32 less, {less};"
-        end = f"fma.rn.{kind} {{1}}, {{0}}, zero, less;"
-    pairs = [("down", "0x4140"), ("down", "0x4342"), ("up", "0x4140"), ("up", "0x4342")]
-    lines = [
-        line.format("pair", f"${number}").replace("word", word)
-        for number, (word, bytes_) in enumerate(pairs)
-        for line in (f"prmt.b32 pair, word, 0, {bytes_};", power_of, end)
-    ]
-    return "\n".join(
-        [
-            "{",
-            ".reg .b32 up, down, zero, less, pair;",
-            begin,
-            "mov.b32 down, $4;",
-            "shr.b32 up, $4, 4;",
-            *lines,
-            "}",
-        ]
-    )
+        make = f"lop3.b32 pair, pair, 0x000f000f, {power}, 0xea;"
+        return _by_pairs(begin, (make, f"fma.rn.{kind} out, zero, less, pair;"))
+    begin = f"mov.b32 zero, {one}; mov.b32 less, {less};"
+    make = f"lop3.b32 pair, pair, 0x000f000f, {power[:5]}8{power[6:9]}8, 0x6a;"
+    return _by_pairs(begin, (make, f"fma.rn.{kind} out, pair, zero, less;"))
 
 
 BFLOATS, HALFS = tl.constexpr(_floats(False, False)), tl.constexpr(_floats(False, True))
 BFLOATS_LESS, HALFS_LESS = tl.constexpr(_floats(True, False)), tl.constexpr(_floats(True, True))
-"""In bfloat16 and float16, of two's complement and minus the second argument."""
+BFLOATS_OF_FLOATS, HALFS_OF_FLOATS = tl.constexpr(_table(False)), tl.constexpr(_table(True))
+"""In bfloat16 and float16: of two's complement, minus the second argument, and of floats of 4 bits."""

@@ -28,6 +28,8 @@ from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded, ro
 STEP = 128  # most inputs of a step
 LEAST_GROUP = 32  # inputs: what tensor cores take at a time
 SYMMETRIC_ZERO = 8
+FLOATS4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What a float of 4 bits (e2m1) means by its lowest three; the highest is its sign."""
 NIBBLES = torch.uint8
 """The dtype of 4-bit weights, both with one number a byte and packed with two."""
 
@@ -37,7 +39,8 @@ class Numbers(NamedTuple):
 
     ``values_OI``: int8, float8_e4m3fn, or uint8 from 0 to 15. ``scale_SG``: each applies to ``rows`` outputs and
     ``group`` inputs; the last group may be smaller, and a single group covers all inputs. ``zero_OG``: uint8, only in 4
-    bits. ``order_I``: int32, the input that each column of values belongs to, if groups are not contiguous.
+    bits. ``order_I``: int32, the input that each column of values belongs to, if groups are not contiguous. ``floats``:
+    4 bits are those of ``FLOATS4``.
     """
 
     values_OI: Tensor
@@ -46,12 +49,13 @@ class Numbers(NamedTuple):
     group: int = 0
     rows: int = 1
     order_I: Tensor | None = None
+    floats: bool = False
 
 
 class Packed(NamedTuple):
     """``Numbers`` as kernels read them. ``values``: int8 or float8_e4m3fn ``[O, P]``, uint8 ``[O, P / 2]``.
     ``scale_WSN`` and ``zero_WON``: for every ``step`` inputs, or one for all (``[1, S, 1]``); ``rows`` outputs share a
-    scale. ``order_I`` as in ``Numbers``."""
+    scale. ``order_I`` and ``floats`` as in ``Numbers``; only ``run_experts`` takes floats of 4 bits."""
 
     values: Tensor
     scale_WSN: Tensor
@@ -60,6 +64,7 @@ class Packed(NamedTuple):
     step: int
     rows: int
     order_I: Tensor | None = None
+    floats: bool = False
 
     @property
     def bits(self) -> int:
@@ -79,7 +84,7 @@ class Packed(NamedTuple):
 
 def pack(numbers: Numbers) -> Packed:
     """Order a weight for the kernels. Raises ValueError for groups that they don't support."""
-    values_OI, scale_SG, zero_OG, group, rows, order_I = numbers
+    values_OI, scale_SG, zero_OG, group, rows, order_I, floats = numbers
     inputs, many = values_OI.shape[1], scale_SG.shape[1]
     step = STEP if many == 1 else min(group, STEP)
     if many > 1 and (group % step or step not in (LEAST_GROUP, 2 * LEAST_GROUP, STEP)):
@@ -89,10 +94,10 @@ def pack(numbers: Numbers) -> Packed:
     elif many > 1 and group > step:
         scale_SG = _each(scale_SG, group // step, -(-inputs // step))
         zero_OG = None if zero_OG is None else _each(zero_OG, group // step, -(-inputs // step))
-    values = _ordered(values_OI, step, zero_OG is not None)
+    values = _ordered(values_OI, step, floats or zero_OG is not None)
     zero_WON = None if zero_OG is None else _in_words(zero_OG)
     scale_WSN = _in_words(scale_SG) if scale_SG.shape[1] > 1 else scale_SG[None].contiguous()
-    return Packed(values, scale_WSN, zero_WON, inputs, step, rows, order_I)
+    return Packed(values, scale_WSN, zero_WON, inputs, step, rows, order_I, floats)
 
 
 def _in_words(each_OG: Tensor) -> Tensor:
@@ -130,7 +135,7 @@ def unpack(packed: Packed) -> Tensor:
     both = torch.stack((packed.values & 15, packed.values >> 4), -1)
     parts = both.view(len(both), -1, 4, packed.step // 32, 4, 2).permute(0, 1, 3, 5, 2, 4)
     plain_OI = parts.flatten(1)[:, : packed.inputs]
-    return plain_OI if packed.zero_WON is not None else plain_OI ^ SYMMETRIC_ZERO
+    return plain_OI if packed.floats or packed.zero_WON is not None else plain_OI ^ SYMMETRIC_ZERO
 
 
 def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None = None) -> Tensor:
@@ -147,6 +152,9 @@ def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None =
 
     if packed.zero_WON is not None:
         plain_OI = plain_OI - spread(packed.zero_WON[:, row_O])
+    elif packed.floats:
+        table = torch.tensor([*FLOATS4, *(-each for each in FLOATS4)], dtype=wide, device=picked.device)
+        plain_OI = table[plain_OI.int()]
     elif packed.bits == 4:
         plain_OI = plain_OI - SYMMETRIC_ZERO
     plain_OI = (plain_OI * spread(packed.scale_WSN[:, row_O // packed.rows])).to(dtype)
