@@ -21,6 +21,7 @@ from specserve.config.settings import ROUNDED
 from specserve.config.speculation import SHAPE
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.checkpoint import load_target
+from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
 from specserve.outputs import RequestOutput
 from specserve.scheduler.scheduler import Scheduler
@@ -131,7 +132,13 @@ def make_prompts(args: argparse.Namespace, count: int, tokens: int | None = None
     tokens = args.prompt_tokens if tokens is None else tokens
     if args.prompts == "heldout":
         return heldout_prompts(args.model, count, tokens)
-    return random_prompts(load_model_config(Path(args.model)).vocab_size, count, tokens)
+    return random_prompts(config_of(args).vocab_size, count, tokens)
+
+
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    """The target's. There may be no files to read a format from."""
+    dummy = getattr(args, "load_format", "auto") == "dummy"
+    return load_model_config(Path(args.model), random="" if dummy else None)
 
 
 def parse_shape(text: str) -> Shape | None:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from benchmarks.common import (
     Shape,
+    config_of,
     generate_timed,
     load_options,
     make_prompts,
@@ -39,7 +39,6 @@ from benchmarks.results import Figures, keep_rows, line, medians, result_name, r
 from benchmarks.weights import Weights, experts_read
 from specserve import LLM
 from specserve.engine.shapes import MAX_STEP_NODES
-from specserve.models.read_config import load_model_config
 
 READ_BYTES_PER_S = 4.23e12
 CARDS = {"H100": 3.1e12, "H200": 4.4e12}
@@ -147,9 +146,9 @@ def read_ms(
     return max(target / speed * 1e3, _arithmetic_ms(one, batch * nodes)) + moved / speed * 1e3
 
 
-def applies(model_path: str | Path) -> bool:
+def applies(args: argparse.Namespace) -> bool:
     """Whether this is the model's shape and the machine that all figures here are of."""
-    config = load_model_config(Path(model_path))
+    config = config_of(args)
     layer = config.draft_layer
     sizes = config.num_layers, layer.hidden_size, layer.intermediate_size, layer.num_kv_heads, layer.head_dim
     on_gpu = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
@@ -210,7 +209,7 @@ def row(
     floor: float | None = None,
 ) -> Figures:
     """What was measured, next to what it is held against; ``floor``: of other models."""
-    context, same = args.prompt_tokens + args.new_tokens // 2, applies(args.model)
+    context, same = args.prompt_tokens + args.new_tokens // 2, applies(args)
     floor = step_ms(shape, batch, context, args.quantization) if same else floor
     return {
         "quantization": args.quantization,
@@ -274,7 +273,7 @@ def measure_prefill(llm: LLM, args: argparse.Namespace, batch: int, tokens: int)
     prompts = make_prompts(args, batch, tokens)
     generate_timed(llm, prompts, 1)
     ms = median(generate_timed(llm, prompts, 1)[0] for _ in range(args.repeats)) * 1e3
-    same = applies(args.model) and args.quantization == "none"
+    same = applies(args) and args.quantization == "none"
     floor = prefill_ms(batch, tokens) if same else None
     return {
         "batch": batch,

@@ -176,7 +176,7 @@ def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) 
     steps, others = trace_steps(llm, make_prompts(args, batch), args.new_tokens)
     starts = [step[0].start for step in steps]
     context = args.prompt_tokens + args.new_tokens // 2
-    floor = step_ms(shape, batch, context, args.quantization) if applies(args.model) else None
+    floor = step_ms(shape, batch, context, args.quantization) if applies(args) else None
     if args.picture is not None:
         picture(steps, others, f"{shape or 'off'} (steps, topk, tokens), batch {batch}", args.picture)
     return {
@@ -345,7 +345,7 @@ def waterfall() -> None:
     parser.set_defaults(draft_quantization="none")
     parser.add_argument("--picture", type=Path)
     args = parse_load(parser)
-    if not applies(args.model):
+    if not applies(args):
         raise SystemExit("--model: bytes are known of Llama-3.1-8B's shapes on an H200 alone")
     shape = parse_shape(args.shape)
     with open_llm(args, shape, 1) as llm:
