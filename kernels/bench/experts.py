@@ -25,7 +25,10 @@ from triton.runtime.errors import OutOfResources
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS = 2048, 768, 128, 8, 6
 GROUP = 128  # inputs that share a scale in 4 bits
 BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}
-OUTPUTS, STEPS, WARPS, STAGES = (32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5, 6)
+PLAIN = [(32, 128, 4, 3), (32, 128, 4, 6), (32, 256, 4, 3), (32, 64, 4, 8), (64, 128, 4, 3), (64, 128, 4, 5)]
+PLAIN += [(64, 64, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (16, 128, 4, 4)]
+PACKED = [(64, 0, 4, stages) for stages in (3, 4, 5, 6, 8)] + [(128, 0, 8, 3), (128, 0, 8, 5)]
+"""Launches that are swept: outputs, inputs of a step, warps, stages."""
 Layer = tuple[Tensor, ExpertWeights]
 
 
@@ -74,14 +77,12 @@ def swept(x_TH: Tensor, layers: list[Layer], packed: bool) -> Iterator[tuple[flo
     """The launches that fit, of gates and of outputs, each next to the other's usual one."""
     name = "packed_blocks_for" if packed else "blocks_for"
     usual = getattr(ops, name)(16, 2)
-    for which, outputs, step, warps, stages in itertools.product((0, 1), OUTPUTS, STEPS, WARPS, STAGES):
-        if packed and (outputs < 64 or step != 128):
-            continue
+    for which, launch in itertools.product((0, 1), PACKED if packed else PLAIN):
         blocks = list(usual)
-        blocks[which] = ops.Block(outputs, step, warps, stages)
+        blocks[which] = ops.Block(*launch)
         with mock.patch.object(ops, name, return_value=tuple(blocks)):
             try:
-                yield seconds(x_TH, layers), f"{('gates', 'outputs')[which]} {(outputs, step, warps, stages)}"
+                yield seconds(x_TH, layers), f"{('gates', 'outputs')[which]} {launch}"
             except OutOfResources:
                 continue
 
