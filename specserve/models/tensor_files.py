@@ -172,7 +172,9 @@ class TensorFiles:
         file, stored = self.file(name), self._files[name][1]
         if (part := self._parts.get(name)) is not None:
             pickled = file in self._pickled
-            return part.of(self._pickled[file][stored] if pickled else _open_safetensors(file).get_slice(stored))
+            return part.of(
+                self._pickled[file][stored] if pickled else _open_safetensors(file).get_slice(stored)
+            )
         if file in self._pickled:
             return self._pickled[file][stored]
         found = _open_safetensors(file).get_tensor(stored)

@@ -199,7 +199,7 @@ def _gate_up_kernel(
             at = step * BLOCK_I + h
             x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride + at[:, None]
             x = tl.load(x_ptrs, mask=here[None, :] & (at < H)[:, None], other=0)
-            gate = _times(
+            gate = _add_products(
                 weight_ptr,
                 scale_ptr,
                 zero_ptr,
@@ -219,7 +219,7 @@ def _gate_up_kernel(
                 GROUPED,
                 FLOATS,
             )
-            up = _times(
+            up = _add_products(
                 weight_ptr,
                 scale_ptr,
                 zero_ptr,
@@ -301,7 +301,7 @@ def _down_kernel(
             at = step * BLOCK_I + i
             x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I + at[:, None]
             x = tl.load(x_ptrs, mask=here[None, :] & (at < I)[:, None], other=0)
-            sums = _times(
+            sums = _add_products(
                 weight_ptr,
                 scale_ptr,
                 zero_ptr,
@@ -335,7 +335,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _times(
+def _add_products(
     weight_ptr,
     scale_ptr,
     zero_ptr,
@@ -366,7 +366,7 @@ def _times(
         weight_ptrs = weight_ptr + row[:, None] * WIDTH + step * BYTES + tl.arange(0, BYTES)[None, :]
         values = tl.load(weight_ptrs, mask=there[:, None])
         ZEROS: tl.constexpr = zero_ptr is not None
-        weight = _floats(
+        weight = _as_floats(
             values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, FLOATS, x.dtype
         )
         product = tl.dot(weight, x, input_precision="ieee")
@@ -378,7 +378,7 @@ def _times(
 
 
 @triton.jit
-def _floats(
+def _as_floats(
     values,
     zero_ptrs,
     step,
@@ -402,12 +402,10 @@ def _floats(
                 pack=4,
             )
         else:
-            if FLOATS:
-                CODE: tl.constexpr = BFLOATS_OF_FLOATS if dtype == tl.bfloat16 else HALFS_OF_FLOATS
-            else:
-                CODE: tl.constexpr = BFLOATS if dtype == tl.bfloat16 else HALFS
+            INTEGERS: tl.constexpr = BFLOATS if dtype == tl.bfloat16 else HALFS
+            E2M1: tl.constexpr = BFLOATS_OF_FLOATS if dtype == tl.bfloat16 else HALFS_OF_FLOATS
             low, high = tl.inline_asm_elementwise(
-                CODE,
+                E2M1 if FLOATS else INTEGERS,
                 "=r,=r,=r,=r,r",
                 [values],
                 dtype=(dtype.value, dtype.value),
