@@ -36,7 +36,8 @@ def fit(takes: Callable[[Conversation], bool]) -> list[Way]:
     calls, arguments = next(found, (_AS_IS, _AS_IS))
     if arguments is _AS_IS and not takes(calls.write(_MISCALLED)):
         arguments = _OBJECTS
-    return [systems, calls, arguments]
+    thoughts = _AS_IS if takes(arguments.write(calls.write(_THOUGHT))) else _NO_THOUGHTS
+    return [systems, calls, arguments, thoughts]
 
 
 def _folded(messages: Conversation) -> Conversation:
@@ -120,6 +121,16 @@ def _numbered(messages: Conversation) -> Conversation:
     return found
 
 
+def _without_thoughts(messages: Conversation) -> Conversation:
+    """Leave out the reasoning of messages that have calls and text."""
+    return [
+        {name: value for name, value in message.items() if name != "reasoning_content"}
+        if message.get("tool_calls") and message.get("content")
+        else message
+        for message in messages
+    ]
+
+
 def _with_arguments(change: Callable[[Any], Any]) -> Callable[[Conversation], Conversation]:
     """Return a function that changes the arguments of all calls of a conversation."""
 
@@ -165,6 +176,10 @@ _TALK = [
 ]
 _CALLED = _calling({"a": 1}, {})
 _MISCALLED = _calling('{"a": 1,}')
+_THOUGHT = [
+    {**message, "reasoning_content": "text"} if message.get("tool_calls") else message
+    for message in _calling({"a": 1})
+]
 _AS_IS = Way(lambda messages: messages)
 _TURNS = (
     "messages of one role in a row are joined, and later system messages are part of the user's or of a tool's result, "
@@ -188,4 +203,8 @@ _TEXT = Way(_with_arguments(_as_text), "arguments of tool calls are text, becaus
 _OBJECTS = Way(
     _with_arguments(lambda given: {} if isinstance(given, str) else given),
     "arguments of tool calls that are not a JSON object are {}, because it refuses them or leaves them out",
+)
+_NO_THOUGHTS = Way(
+    _without_thoughts,
+    "the reasoning before tool calls is left out next to text, because it takes one of them",
 )

@@ -234,6 +234,18 @@ def test_templates_with_rules_for_calls(rule: str, expected: str) -> None:
     assert rendered(template.replace("BODY", "{{ c.function.name }}"), ASKED, TWO, *results) == expected
 
 
+@pytest.mark.parametrize(("content", "expected"), [("", "hm:sum;"), ("Hi", "Hi:sum;")])
+def test_a_template_that_takes_reasoning_or_text_before_calls(content: str, expected: str) -> None:
+    """As gpt-oss's, which calls it thinking."""
+    template = (
+        "{% for m in messages if m.tool_calls %}{% if m.content and m.thinking %}"
+        + RAISE
+        + "{% endif %}{{ m.content or m.thinking }}:{{ m.tool_calls[0].function.name }};{% endfor %}"
+    )
+    called = {**CALLED, "content": content, "reasoning_content": "hm", "tool_calls": [CALL]}
+    assert rendered(template, ASKED, called, RESULT) == expected
+
+
 def test_tools_may_be_written_in_another_form(serve: Serve) -> None:
     client, engine = serve(
         template="{{ tools[0].function.name | e }}{{ messages[0].content }}", tool_call_parser="hermes"
