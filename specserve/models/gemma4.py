@@ -111,8 +111,9 @@ class Gemma4Model(GemmaModel):
             if type(fields[name]) is not int or fields[name] < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
         bias, inputs = bool(fields.get("attention_bias")), fields["hidden_size_per_layer_input"]
-        common: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "softmax": Softmax(1.0)}
-        layer = Gemma4Config.of(layer, token_inputs=inputs, **common)
+        layer = Gemma4Config.of(
+            layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0), token_inputs=inputs
+        )
         layers = with_windows(layer, fields["sliding_window"], fields, lambda n: (n + 1) % 6 != 0, rope=1)
         size, kv_heads = _sizes(fields, layer)
         whole = replace(

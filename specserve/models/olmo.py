@@ -25,7 +25,7 @@ class OlmoAttention(Attention):
     """Normalizes all heads of q together, and all of k."""
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
-        super().__init__(replace(config, qk_norm=False), layer, norm)
+        super().__init__(config, layer, norm)
         q, k, _ = (heads * config.head_dim for heads in config.heads)
         self.q_norm, self.k_norm = norm(q, config.rms_norm_eps), norm(k, config.rms_norm_eps)
 
