@@ -34,6 +34,10 @@ def test_settings_name_the_formats() -> None:
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
         ("{% if tools %}<|tool_call>call:{}<tool_call|>{% endif %}", "gemma4"),
+        (
+            "{% if tools %}<|start|>assistant to=f<|channel|>commentary json<|message|>{}<|call|>{% endif %}",
+            "gpt-oss",
+        ),
         ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
         ("{% if tools %}<tool_call></tool_call><function=f><parameter=a>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),

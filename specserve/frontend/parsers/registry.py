@@ -89,7 +89,7 @@ _GEMMA4 = Format(
 HARMONY = Format(
     "gpt-oss",
     lambda functions: harmony.HarmonyParser(functions, separate=False),
-    (harmony.CHANNEL, harmony.CONSTRAIN, "to=functions."),
+    (f"{harmony.CHANNEL}commentary", "<|call|>"),
     harmony.MARKS,
     lambda _: Frame(""),
     no_forms="its messages have channels",
