@@ -93,7 +93,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def by_hand(numbers: Numbers) -> Tensor:
     """The weight in float64, number by number."""
-    values, scale, zero, group, rows, _ = numbers
+    values, scale, zero, group, rows, *_ = numbers
     found = torch.empty(values.shape, dtype=torch.float64)
     for o in range(values.shape[0]):
         for i in range(values.shape[1]):
