@@ -18,6 +18,7 @@ from specserve.layers import linear as linear_layers
 from specserve.layers import norms as norm_layers
 from specserve.layers.batch import GroupedQuery
 from specserve.layers.config import LayerConfig
+from specserve.layers.embedding import Embedding
 from specserve.layers.linear import (
     FEW_CONVERTED,
     FEW_TOKENS,
@@ -173,7 +174,7 @@ def integer_head(device: str, kind: type[LayerHead], hidden: int, **choices: Any
     layer = LayerConfig(hidden, 2 * hidden, 2, 1, 64, 1e-5, input_size=(1 + of_eagle3) * hidden)
     taps = (1, 2, 3) if of_eagle3 else ()
     config = DraftConfig(layer, RopeConfig(1e4), hidden, 50, 50, taps, **choices)
-    shared = torch.nn.Embedding(50, hidden), *(() if of_eagle3 else (Linear(hidden, 50, bias=False),))
+    shared = Embedding(50, hidden), *(() if of_eagle3 else (Linear(hidden, 50, bias=False),))
     for module in shared:
         module.to(device, torch.bfloat16)
     head = kind(config, 0, 64, *shared)
