@@ -54,7 +54,8 @@ def test_texts_are_not_constant(fields: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", list(DRAFTS))
 def test_drafts_are_random_too(algorithm: str, tmp_path: Path) -> None:
     target, draft = write(tmp_path / "shape", LLAMA), write(tmp_path / "draft", DRAFTS[algorithm])
-    settings = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft)}
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    settings = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft), **shape}
     work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))]
     plain = answer_all(make_scheduler(target, load_format="dummy"), work)
     drafted = answer_all(make_scheduler(target, load_format="dummy", **settings), work)
