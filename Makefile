@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 2
+# On two cores too: many tests wait for servers and processes.
+JOBS ?= 3
 
 python := $(VENV)/bin/python
 serve_ready := $(VENV)/.serve-ready

@@ -89,10 +89,8 @@ class _Draft:
         scales: KVScales | None,
     ) -> Tensor:
         f = self.frontier
-        where, how = (
-            (pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA),
-            (softmax.scale, softmax.window, softmax.sinks_H),
-        )
+        where = pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA
+        how = softmax.scale, softmax.window, softmax.sinks_H
         return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how)
 
 

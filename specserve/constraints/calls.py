@@ -77,10 +77,12 @@ class Marks:
 
     def item(self, mark: str) -> str:
         """Return a mark as a grammar item. A mark may be a token and more text."""
-        token, rest = mark[: mark.find(">") + 1], mark[mark.find(">") + 1 :]
-        if mark in self.added or token not in self.added or not rest:
-            return f"<[{self.added[mark]}]>" if mark in self.added else quoted(mark)
-        return f"<[{self.added[token]}]> {quoted(rest)}"
+        token, end, rest = mark.partition(">")
+        if mark in self.added:
+            return f"<[{self.added[mark]}]>"
+        if rest and token + end in self.added:
+            return f"<[{self.added[token + end]}]> {quoted(rest)}"
+        return quoted(mark)
 
     def until(self, name: str, mark: str) -> str:
         """Return rules ``name`` that match anything up to and including the first ``mark``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed_rms_norm, rms_norm
@@ -14,7 +15,9 @@ from specserve.layers.weights import Projection
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
+    """Root-mean-square norm with a learned scale. ``rounds``: there is a launch that quantizes it as well."""
+
+    rounds: ClassVar[bool] = True
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -51,9 +54,10 @@ class RMSNorm(nn.Module):
         scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """Return the same as ``add``, with the norm quantized as ``reader`` does."""
-        if isinstance(reader, Projection) and (dtype := reader.rounds_to(len(x_TH))) is not None:
-            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, first_H, scale_1)
-        return self.add(x_TH, residual_TH, first_H, scale_1)
+        dtype = reader.rounds_to(len(x_TH)) if self.rounds and isinstance(reader, Projection) else None
+        if dtype is None:
+            return self.add(x_TH, residual_TH, first_H, scale_1)
+        return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, first_H, scale_1)
 
 
 class WideRMSNorm(RMSNorm):
@@ -75,6 +79,8 @@ class OffsetRMSNorm(WideRMSNorm):
 
 class LayerNorm(RMSNorm):
     """A norm of mean and variance, with a bias, whose file holds the weight minus 1."""
+
+    rounds: ClassVar[bool] = False
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -98,13 +104,3 @@ class LayerNorm(RMSNorm):
         assert scale_1 is None
         total_TH = x_TH + residual_TH
         return self(total_TH), total_TH
-
-    def add_for(
-        self,
-        reader: object,
-        x_TH: Tensor,
-        residual_TH: Tensor,
-        first_H: Tensor | None = None,
-        scale_1: Tensor | None = None,
-    ) -> tuple[Tensor | Rounded, Tensor]:
-        return self.add(x_TH, residual_TH, first_H, scale_1)
