@@ -94,7 +94,8 @@ def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
     logits = their_logits(target, answer.tokens)
     assert answer.tokens == logits.argmax(-1).tolist()
     torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
-    settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+    settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft), **shape}
     work = [(PROMPT, params), (PROMPT * 4, SamplingParams(temperature=1.0, seed=3, max_tokens=12))]
     plain = answer_all(make_scheduler(target), work)
     drafted = answer_all(make_scheduler(target, **settings), work)
