@@ -19,6 +19,7 @@ from specserve.engine.graphs import Graphs
 from specserve.engine.profile import measure_eager, measure_graphs
 from specserve.engine.shapes import candidate_shapes
 from specserve.layers.experts import Router
+from specserve.models.read_config import load_model_config
 from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
 from tests.engines import context_of, make_scheduler
@@ -26,6 +27,7 @@ from tests.reference.draft_models import make_eagle3
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import make_llama, make_qwen3_moe
 from tests.test_graphs import fake_graphs
+from tests.test_more_targets import GLM, SIZES
 
 Measure = Callable[[], CostModel]
 
@@ -62,6 +64,25 @@ def test_numbers_that_do_not_fit_are_named(fields: dict[str, Any], message: str,
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(ValueError, match=message):
         make_scheduler(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_group": 4}, "n_group 4 and topk_group 1 do not fit num_experts_per_tok 2 of 6 experts"),
+        ({"n_group": 6}, "n_group 6 and topk_group 1 do not fit num_experts_per_tok 2 of 6 experts"),
+        ({"topk_group": 2}, "n_group 1 and topk_group 2 do not fit"),
+        ({"n_shared_experts": -1}, "n_shared_experts must be an integer of at least 0, found -1"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor must be a positive number, found 0"),
+    ],
+)
+def test_groups_of_experts_that_do_not_fit_are_named(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = {**GLM, **SIZES, "architectures": ["Glm4MoeForCausalLM"], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_model_config(tmp_path)
 
 
 def eagerly(context: Context) -> Measure:

@@ -27,6 +27,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_fact
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+GLM = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3, capped": ("Gemma3", {"sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0}),
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
@@ -55,6 +56,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2 moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "glm 4.5 air": ("Glm4Moe", {**GLM, "attention_bias": True}),
+    "glm 4.5, in groups": (
+        "Glm4Moe",
+        {
+            **GLM,
+            "use_qk_norm": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 2,
+        },
+    ),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
     "gpt-oss": (
         "GptOss",

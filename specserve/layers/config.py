@@ -18,8 +18,8 @@ from specserve.layers.weights import WeightFormat
 class ExpertsConfig:
     """``inner_size``: of each expert. ``shared_size``: of the MLP that all tokens go through too, 0: there is none;
     ``shared_gate``: its output is weighed by a sigmoid. ``router_bias``: the router's logits have one.
-    ``correction``: so has its choice. ``module``: its name in files, and ``parts`` those of an expert's projections:
-    gate, up and down."""
+    ``correction``: so has its choice. ``module``: its name in files, ``parts`` those of an expert's projections (gate,
+    up and down), and ``shared_module`` that of the MLP for all."""
 
     routing: Routing
     inner_size: int
@@ -29,6 +29,7 @@ class ExpertsConfig:
     correction: bool = False
     module: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_module: str = "shared_expert"
 
 
 @dataclass(frozen=True, slots=True)

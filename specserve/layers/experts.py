@@ -77,7 +77,7 @@ class ExpertsMLP(nn.Module):
         self.shared_expert = self.shared_expert_gate = None
         if mine.shared_size:
             shared = replace(config, intermediate_size=mine.shared_size)
-            self.shared_expert = mlp_class(shared, layer, "mlp.shared_expert")
+            self.shared_expert = mlp_class(shared, layer, f"{mine.module}.{mine.shared_module}")
             if mine.shared_gate:
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 

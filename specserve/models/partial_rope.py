@@ -24,6 +24,17 @@ class PartialConfig(LayerConfig):
     rotated: int = 0
 
 
+class OrderedRMSNorm(RMSNorm):
+    """A norm of channels that are not in the file's order."""
+
+    def __init__(self, size: int, eps: float, order_D: Tensor) -> None:
+        super().__init__(size, eps)
+        self._order_D = order_D
+
+    def load(self, found: Mapping[str, Tensor]) -> None:
+        self.weight.detach().copy_(found["weight"][self._order_D.to(found["weight"].device)])
+
+
 class PartialAttention(Attention):
     """Moves the channels that are rotated in pairs to where a whole head has its pairs, half of it apart. Scores do not
     depend on the order of channels."""
@@ -37,6 +48,9 @@ class PartialAttention(Attention):
         low, high, rest = torch.arange(config.head_dim).split((half, half, config.head_dim - 2 * half))
         rest_low, rest_high = rest.tensor_split(2)
         self.register_buffer("order_D", torch.cat([low, rest_low, high, rest_high]), persistent=False)
+        if config.qk_norm:
+            size, eps = config.head_dim, config.rms_norm_eps
+            self.q_norm, self.k_norm = (OrderedRMSNorm(size, eps, self.order_D) for _ in "qk")
 
     def arranged(self, qkv_TND: Tensor) -> Tensor:
         q, k, v = self.config.heads

@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
 _OUTER = ("architectures", "tie_word_embeddings")
-_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+    *("n_routed_experts", "n_group", "topk_group"),
+)
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
+    "routed_scaling_factor",
 )
 
 

@@ -39,8 +39,9 @@ def make_gemma4(
 def draw_weights(model: nn.Module, branch_scale: float = 1.0, seed: int = 1) -> None:
     """Norms around 1, of the branches around ``branch_scale``."""
     draws = torch.Generator().manual_seed(seed)
-    scalars = [(name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar")]
-    for name, weight in [*model.named_parameters(), *scalars]:
+    drawn = ("layer_scalar", "e_score_correction_bias")
+    buffers = [(name, each) for name, each in model.named_buffers() if name.endswith(drawn)]
+    for name, weight in [*model.named_parameters(), *buffers]:
         noise = 0.2 * torch.randn(weight.shape, generator=draws)
         around_one = "norm" in name or "scalar" in name
         scale = branch_scale if ".post_" in name else 1

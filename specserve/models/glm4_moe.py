@@ -1,0 +1,72 @@
+"""GLM-4.5, 4.6 and 4.7: experts that sigmoids choose, next to one for every token, and half of a head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specserve.layers.config import ExpertsConfig, LayerConfig
+from specserve.layers.decoder import DecoderLayer
+from specserve.layers.rotary import RopeConfig
+from specserve.models.base import TargetModel
+from specserve.models.partial_rope import PartialConfig, PartialLayer, partial_rope, rotated
+from specserve.models.qwen_moe import routing
+
+
+class Glm4MoeModel(TargetModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    renamed: ClassVar[tuple[str, str]] = (".mlp.shared_expert.", ".mlp.shared_experts.")
+    layer_class: ClassVar[type[DecoderLayer]] = PartialLayer
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        bias, norm = bool(fields.get("attention_bias")), bool(fields.get("use_qk_norm"))
+        layer = PartialConfig.of(layer, qkv_bias=bias, qk_norm=norm, rotated=rotated(layer, fields))
+        return with_corrected_experts(layer, fields)
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        return (partial_rope(fields, source),)
+
+
+def with_corrected_experts(layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+    """Repeat a layer, from ``first_k_dense_replace`` on with experts, of which the best by a sigmoid and a correction
+    are chosen within the best groups. DeepSeek-V3, arXiv 2412.19437. Raises ValueError for numbers that do not fit."""
+    for name in ("first_k_dense_replace", "n_shared_experts"):
+        if type(fields[name]) is not int or fields[name] < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
+    experts, groups, kept = fields["n_routed_experts"], fields["n_group"], fields["topk_group"]
+    chosen = replace(
+        routing(experts, fields),
+        scores="sigmoid",
+        scale=fields["routed_scaling_factor"],
+        groups=groups,
+        chosen_groups=kept,
+        group_best=min(2, experts // groups),
+    )
+    if experts % groups or kept > groups or chosen.chosen > kept * (experts // groups):
+        wanted = f"num_experts_per_tok {chosen.chosen} of {experts} experts"
+        raise ValueError(f"n_group {groups} and topk_group {kept} do not fit {wanted}")
+    size = fields["moe_intermediate_size"]
+    shared = fields["n_shared_experts"] * size
+    mine = ExpertsConfig(chosen, size, shared, correction=True, shared_module="shared_experts")
+    dense = fields["first_k_dense_replace"]
+    return [
+        layer if number < dense else replace(layer, experts=mine)
+        for number in range(fields["num_hidden_layers"])
+    ]
