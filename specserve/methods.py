@@ -165,9 +165,10 @@ def method_of(name: str) -> Method | None:
     return None if name == NONE else METHODS[name]
 
 
-OWN_HEADS = {"MTP": ("MiMoForCausalLM", "num_nextn_predict_layers")}
-"""Kinds of draft head that a target's checkpoint may contain: the target's architecture, and the field that counts
-them."""
+OWN_HEADS = {"MTP": ("MiMoForCausalLM",), "NEXTN": ("Glm4MoeForCausalLM",)}
+"""Kinds of draft head that a target's checkpoint may contain, and the targets' architectures."""
+OWN_HEADS_COUNT = "num_nextn_predict_layers"
+"""The field that counts them."""
 
 
 MODEL_TYPES = {"gemma4_assistant": "GEMMA4_ASSISTANT", "gemma4_unified_assistant": "GEMMA4_ASSISTANT"}
@@ -187,10 +188,10 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
     """Return whether the model's own checkpoint contains the head that the algorithm runs, so that no draft is
     needed."""
     method = method_of(algorithm)
-    own = [OWN_HEADS[kind] for kind in (method.heads if method else ()) if kind in OWN_HEADS]
+    own = {name for kind in (method.heads if method else ()) for name in OWN_HEADS.get(kind, ())}
     try:
         config = json.loads((model_path / "config.json").read_text())
-        return any(name in config["architectures"] and config.get(count) != 0 for name, count in own)
+        return not own.isdisjoint(config["architectures"]) and config.get(OWN_HEADS_COUNT) != 0
     except (OSError, ValueError, LookupError, TypeError):  # loading the model reports the error
         return False
 
@@ -226,9 +227,9 @@ _EAGLE: dict[str, Any] = {"load": "eagle:EagleDrafter.load", "dynamic_map": True
 _OWN_VOCABULARY = (
     "its heads have a trained draft vocabulary, from which --speculative-token-map dynamic chooses"
 )
-_head("EAGLE", **_EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None)
+_head("EAGLE", **_EAGLE, heads=("EAGLE", *OWN_HEADS), bundled="eagle", map_refusal=None)
 _head("EAGLE3", **_EAGLE, bundled="eagle3", map_refusal=_OWN_VOCABULARY)
-_head("NEXTN", **_EAGLE, aliases=("MTP",), heads=("MTP",), map_refusal=None)
+_head("NEXTN", **_EAGLE, aliases=("MTP",), heads=(*OWN_HEADS,), map_refusal=None)
 _head("MEDUSA", "medusa:MedusaDrafter.load", "medusa:count_heads", bundled="medusa")
 _head(
     "MLP_SPECULATOR",
@@ -266,7 +267,7 @@ register(Method("LOOKAHEAD", f"{_DRAFTERS}.lookahead:LookaheadDrafter.load", loo
 _head(
     "NAIVE_EAGLE",
     **_EAGLE,
-    heads=("EAGLE", "EAGLE3", "MTP"),
+    heads=("EAGLE", "EAGLE3", *OWN_HEADS),
     bundled="eagle3",
     map_refusal=None,
     fixed_shape=(1, 1, 2),

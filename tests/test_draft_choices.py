@@ -160,14 +160,16 @@ def test_an_override_is_a_json_object(text: str) -> None:
 def test_an_override_of_another_kind_of_head(target: Path, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", eagle(tmp_path, target))
     with pytest.raises(
-        ValueError, match=f"{FLAG}: mtp_hidden is a field of MTP heads, the draft's are EAGLE"
+        ValueError, match=f"{FLAG}: mtp_hidden is a field of MTP and NEXTN heads, the draft's are EAGLE"
     ):
         load(target, draft, "EAGLE", mtp_hidden="pre")
     with pytest.raises(ValueError, match="recycled_hidden post needs a norm before the head"):
         load(target, draft, "EAGLE", recycled_hidden="post")
     with pytest.raises(ValueError, match="has no tensor embed_tokens"):
         load(target, save(tmp_path / "3", eagle3(target)), "EAGLE3", use_own_embedding=True)
-    assert all(set(field.kinds) <= {"EAGLE", "EAGLE3", "MTP", "P_EAGLE"} for field in FIELDS.values())
+    assert all(
+        set(field.kinds) <= {"EAGLE", "EAGLE3", "MTP", "NEXTN", "P_EAGLE"} for field in FIELDS.values()
+    )
 
 
 def test_an_alias_is_the_same_method() -> None:
@@ -183,7 +185,7 @@ def test_mtp_needs_a_target_that_has_it(algorithm: str, target: Path, tmp_path: 
     ):
         load(target, draft, algorithm)
     with pytest.raises(
-        ValueError, match=r"holds layers\.0 to layers\.7: .*or a target with one mtp_layers\.0"
+        ValueError, match=r"holds layers\.0 to layers\.7: .*or a target with a layer for multi-token"
     ):
         load(target, target, algorithm)
 

@@ -134,11 +134,6 @@ TENSORS: list[tuple[str, Callable[[State], object], str]] = [
     ),
     (
         "EAGLE",
-        added("model.layers.3.eh_proj.weight"),
-        r"next-token-prediction layers \(eh_proj\) in a draft: not",
-    ),
-    (
-        "EAGLE",
         added("mtp.fc.weight"),
         r"multi-token-prediction layers of .* \(mtp\.\) in a draft: not supported",
     ),

@@ -206,14 +206,14 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def quantize_linears(module: nn.Module, quantization: str, leave: Collection[str] = ()) -> None:
-    """Quantize every ``Linear`` of a module, except those named in ``leave``. ``quantization``: a key of ``QUANTIZED``,
-    or ``none`` to change nothing. On a GPU, and on ``meta``, they become ``QuantizedLinear``s, except in float64, for
-    which there is no kernel."""
+    """Quantize every ``Linear`` of a module, except experts' and those named in ``leave``. ``quantization``: a key of
+    ``QUANTIZED``, or ``none`` to change nothing. On a GPU, and on ``meta``, they become ``QuantizedLinear``s, except in
+    float64, for which there is no kernel."""
     if quantization == "none":
         return
     dtype = QUANTIZED[quantization]
     for name, child in list(module.named_modules()):
-        if not isinstance(child, Linear) or name in leave:
+        if not isinstance(child, Linear) or child.stacked or name in leave:
             continue
         if not child.weight.is_cpu and child.weight.dtype != torch.float64:
             module.set_submodule(name, QuantizedLinear(child, dtype))

@@ -225,14 +225,21 @@ def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelCon
     return replace(config, tie_word_embeddings=True)
 
 
+def unread_ends(config: ModelConfig) -> tuple[str, ...]:
+    """Return the ends of names of tensors that a file may have although no parameter reads them."""
+    return tuple(f".{kind}" for kind in (*config.weights.unread, *KV_SCALES))
+
+
 def _warn_of_unread(model: TargetModel, known: Collection[str], files: TensorFiles) -> None:
     """Warn of tensors that no parameter reads: the model may differ from what its config says."""
     beside = [name for name in files.names() if name.startswith(model.beside)]
     if beside:
         parts = ", ".join(sorted({name.partition(".")[0] for name in beside}))
         log.info("%s: the text part alone: left out %d tensors of %s", files.path, len(beside), parts)
-    known = {*known, *beside}
-    ends = tuple(f".{kind}" for kind in (*model.config.weights.unread, *KV_SCALES))
+    draft = f"layers.{model.config.num_layers}."  # for multi-token prediction
+    drafts = [name for name in files.names() if f"{draft}eh_proj.weight" in files and name.startswith(draft)]
+    known = {*known, *beside, *drafts}
+    ends = unread_ends(model.config)
     unread = [
         name
         for name in files.names()

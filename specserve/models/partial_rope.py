@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from specserve_kernels import HeadNorms, Rounded
 from torch import Tensor
 
 from specserve.layers.config import LayerConfig
@@ -56,6 +57,11 @@ class PartialAttention(Attention):
         q, k, v = self.config.heads
         qk_TND, v_TND = qkv_TND.split((q + k, v), 1)
         return torch.cat([qk_TND[..., self.order_D], v_TND], 1)
+
+    def project_kv(self, x_TI: Tensor | Rounded) -> tuple[Tensor, HeadNorms | None]:
+        kv_TND, norms = super().project_kv(x_TI)
+        k_TND, v_TND = kv_TND.chunk(2, 1)
+        return torch.cat([k_TND[..., self.order_D], v_TND], 1), norms
 
 
 class PartialLayer(DecoderLayer):

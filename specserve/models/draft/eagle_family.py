@@ -1,4 +1,5 @@
-"""Load published heads of one decoder layer: EAGLE (1 and 2), EAGLE-3, P-EAGLE and MiMo's MTP.
+"""Load published heads of one decoder layer: EAGLE (1 and 2), EAGLE-3, P-EAGLE, and MTP of MiMo and of
+DeepSeek's kind.
 
 Anything that does not fit the target raises a ValueError that names the file, the tensor or field, and what is
 expected.
@@ -15,9 +16,16 @@ from specserve.models.draft.block_source import check_window
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.load import LoadedDraft, load_draft
-from specserve.models.draft.mtp import MTPHead
+from specserve.models.draft.mtp import MTPHead, NextNHead
 from specserve.models.draft.p_eagle import PEagleHead
-from specserve.models.draft.reader import Eagle3Reading, EagleReading, MTPReading, PEagleReading, Reading
+from specserve.models.draft.reader import (
+    Eagle3Reading,
+    EagleReading,
+    MTPReading,
+    NextNReading,
+    PEagleReading,
+    Reading,
+)
 from specserve.models.draft.source import HeadSource, open_source
 
 Head = EagleHead | Eagle3Head | MTPHead
@@ -26,6 +34,7 @@ _KINDS: dict[str, tuple[type[Reading], Callable[..., Head]]] = {
     "EAGLE3": (Eagle3Reading, Eagle3Head),
     "P_EAGLE": (PEagleReading, PEagleHead),
     "MTP": (MTPReading, MTPHead),
+    "NEXTN": (NextNReading, NextNHead),
 }
 
 
@@ -57,10 +66,10 @@ def load_head(
 def open_draft(draft: DraftSettings, target: ModelConfig) -> Reading:
     """Open the directory of a head. Raises ValueError if it is unreadable or holds another kind of head."""
     source = open_source(draft)
-    kind = "MTP" if source.is_mtp else _eagle_kind(source)
+    kind = source.mtp_kind or _eagle_kind(source)
     if kind not in draft.method.heads:
         fitting = " or ".join(names_like(draft.name, lambda method: kind in method.heads))
-        article = "a" if kind == "P_EAGLE" else "an"
+        article = "a" if kind in ("P_EAGLE", "NEXTN") else "an"
         raise ValueError(
             f"{draft.path} holds {article} {kind} head; --speculative-algorithm is {draft.name}, expected {fitting}"
         )

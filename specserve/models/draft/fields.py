@@ -13,7 +13,7 @@ from specserve.models.config import COUNT, NUMBER, OBJECT, TRUTH, Values
 FLAG = "--speculative-draft-config-override"
 LIST = "eagle_aux_hidden_state_layer_ids"
 KINDS = ("EAGLE", "EAGLE3", "MTP", "P_EAGLE")
-_AUTOREGRESSIVE = ("EAGLE", "EAGLE3", "MTP")
+_AUTOREGRESSIVE = ("EAGLE", "EAGLE3", "MTP", "NEXTN")
 _FUSED = ("EAGLE3", "P_EAGLE")
 
 
@@ -43,7 +43,7 @@ FIELDS: dict[str, DraftField] = {
     "norm_before_head": DraftField(TRUTH, _FUSED),
     "recycled_hidden": DraftField(_SIDE, _AUTOREGRESSIVE),
     "mask_token_id": DraftField(_ID, ("P_EAGLE",)),
-    "mtp_hidden": DraftField(_SIDE, ("MTP",)),
+    "mtp_hidden": DraftField(_SIDE, ("MTP", "NEXTN")),
     "num_attention_heads": DraftField(COUNT, KINDS),
     "vocab_size": DraftField(COUNT, KINDS),
     "target_hidden_size": DraftField(COUNT, _FUSED),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import MLP, Attention
+from specserve.layers.decoder import DecoderLayer, reader_of
 from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
@@ -42,6 +42,8 @@ class DraftConfig:
     embedding_norm: bool = False
     feature_norm: bool = False
     input_norm: bool = False  # before the attention
+    # Of a target's checkpoint.
+    layer_class: type[DecoderLayer] = DecoderLayer
     # EAGLE-3.
     fuse: bool = True  # ``fc`` maps the target's states to features
     joint_norm: bool = False  # a norm over the target's concatenated states
@@ -77,9 +79,9 @@ class LayerHead(DraftModule):
     def _add_layer(self, layer: int, max_positions: int) -> None:
         """Add the decoder layer, without its input norm, to run as pool layer ``layer``."""
         config = self.config.layer
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, layer)
+        made = self.config.layer_class(config, layer)
+        self.self_attn, self.mlp = made.self_attn, made.mlp
+        self.post_attention_layernorm = made.post_attention_layernorm
         table = rope_table(self.config.rope, config.head_dim, max_positions)
         self.register_buffer("rope_P2D", table, persistent=False)
 
@@ -119,7 +121,7 @@ class LayerHead(DraftModule):
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
         stream = self.self_attn(x_NI, residual_NH, Rope(self.rope_P2D, positions_N), attend)
         out: tuple[Tensor, Tensor] = self.mlp(
-            *self.post_attention_layernorm.add_for(self.mlp.gate_up_proj, *stream)
+            *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         )
         return out
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import pack_linears, quantize_linears
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
-from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.models.checkpoint import building, file_tensors, load_parameters, unread_ends
 from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.tensor_files import TensorFiles
 
@@ -83,15 +83,16 @@ class DraftSource:
         if (note := f"draft {text}") not in self.notes:
             self.notes.append(note)
 
-    def note_unread(self, parameters: Iterable[str]) -> None:
-        """Note tensors that no parameter reads. Raises ValueError if copies differ."""
+    def note_unread(self, parameters: Iterable[str], ends: tuple[str, ...]) -> None:
+        """Note tensors that no parameter reads, unless their names have one of these ends. Raises ValueError if copies
+        differ."""
         for name, first in self.copies.items():
             if not torch.equal(self.files[name], self.files[first]):
                 raise ValueError(
                     f"{self.files.file(name)}: tensor {name} differs from {first}, expected the same{self.why_copied}"
                 )
-        tables = [name for name in self.files.names() if name.endswith("rotary_emb.inv_freq")]
-        known = {*self.unread, *tables, *self.copies, *map(self.stored, parameters)}
+        unread = [name for name in self.files.names() if name.endswith(("rotary_emb.inv_freq", *ends))]
+        known = {*self.unread, *unread, *self.copies, *map(self.stored, parameters)}
         self.files.note_unread(known, self.notes, self.prefix)
 
 
@@ -122,8 +123,9 @@ def load_draft(
     """
     with building(target.dtype, target.device):
         module = make(source, target)
+    parameters = [*file_tensors(module)]  # some have others once they are loaded
     load_parameters(module, source.files, source.stored)
-    source.note_unread(file_tensors(module))
+    source.note_unread(parameters, unread_ends(target.config))
     for note in source.notes:
         log.info("%s", note)
     if prepare is not None:

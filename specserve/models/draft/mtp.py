@@ -1,19 +1,20 @@
-"""MiMo's multi-token-prediction head, which is part of its target's checkpoint. Xiaomi 2025, arXiv 2505.07608.
+"""Heads for multi-token prediction that are part of a target's checkpoint: MiMo's (Xiaomi 2025, arXiv 2505.07608), and
+DeepSeek-V3's (arXiv 2412.19437), which GLM has too.
 
-``input_proj`` over [norm(feature); norm(embedding)], one decoder layer with the target's kinds of norms, a final norm,
-and the target's head. Other engines zero the embedding next to the first feature; the published code and this one do
-not.
+A projection of [norm(feature); norm(embedding)], DeepSeek's of [norm(embedding); norm(feature)], one decoder layer, a
+final norm, and the target's head. Other engines zero the embedding next to the first feature; the published code of
+MiMo and this one do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from specserve.layers.embedding import Embedding
-from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
@@ -21,7 +22,9 @@ from specserve.models.draft.load import Borrowed
 
 class MTPHead(LayerHead):
     """Without ``taps`` the features are the target's states after its final norm, otherwise those at the single tap.
-    The head's final norm is ``norm`` here and ``final_layernorm`` in files."""
+    ``projection``: the name of ``input_proj`` in files."""
+
+    projection: ClassVar[str] = "input_proj"
 
     def __init__(
         self, config: DraftConfig, layer: int, max_positions: int, embed: Embedding, lm_head: nn.Module
@@ -31,7 +34,8 @@ class MTPHead(LayerHead):
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
         self.token_layernorm = RMSNorm(size, eps)
         self.hidden_layernorm = RMSNorm(size, eps)
-        self.input_proj = Linear(2 * size, size, bias=False)
+        new, projected = config.layer.weights.projection, {self.projection: size}
+        self.input_proj = new(f"layers.{layer}", 2 * size, projected, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
         self._add_layer(layer, max_positions)
         self.norm = RMSNorm(size, eps)
@@ -40,7 +44,7 @@ class MTPHead(LayerHead):
     def read_embedding_first(self) -> None:
         """Swap the halves of a published ``input_proj``, which reads the feature first; all other heads read the
         embedding first."""
-        weight = self.input_proj.weight
+        weight, _ = self.input_proj.rows(None)
         weight.copy_(weight.roll(weight.shape[0], 1))
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
@@ -53,3 +57,12 @@ class MTPHead(LayerHead):
         pairs_N2H, _ = self._pairs(self.input_proj, tokens_N, features_XH, source_N, norms)
         u_NH = self.input_proj(pairs_N2H)
         return self.input_layernorm(u_NH), u_NH
+
+
+class NextNHead(MTPHead):
+    """The head of DeepSeek-V3's kind: its layer is one of the target's."""
+
+    projection: ClassVar[str] = "eh_proj"
+
+    def read_embedding_first(self) -> None:
+        """The file's projection does."""

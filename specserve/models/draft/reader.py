@@ -14,12 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.fields import FLAG, LIST, check_fields
 from specserve.models.draft.head import DraftConfig
 from specserve.models.draft.load import read_ids
 from specserve.models.draft.source import HeadSource
+from specserve.models.registry import model_class
 
 
 class Part(NamedTuple):
@@ -388,6 +390,7 @@ class MTPReading(Reading):
     """MiMo's next-token-prediction layer, part of its target's checkpoint."""
 
     kind = "MTP"
+    side: ClassVar[tuple[str, str]] = ("pre", "the default for MiMo")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -409,4 +412,23 @@ class MTPReading(Reading):
             return given, self.source.says("mtp_hidden")
         if "num_speculative_steps" in config or "mtp_loss_step_weights" in config:
             return "post", "its config is FastMTP's"
-        return "pre", "the default for MiMo"
+        return self.side
+
+
+class NextNReading(MTPReading):
+    """A layer of DeepSeek-V3's kind after its target's last, whose class and geometry it has."""
+
+    kind = "NEXTN"
+    side = "post", "the default for DeepSeek's kind"
+
+    @cached_property
+    def layer(self) -> LayerConfig:
+        return self.target.layers[-1]
+
+    @cached_property
+    def rope(self) -> RopeConfig:
+        return self.target.ropes[self.layer.rope]
+
+    @property
+    def layer_class(self) -> type[DecoderLayer]:
+        return model_class(self.target.architecture, self.source.config_file).layer_class

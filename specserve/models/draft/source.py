@@ -1,13 +1,14 @@
 """A published draft with its tensors under this package's names, and one flat configuration.
 
-Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``) and in where the
+Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``, that after a target's
+last layer) and in where the
 configuration nests. What a head computes is decided elsewhere, by tensors first and fields second.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,20 @@ _OLD_SPECULATORS = {"fc.": "fusion_fc.", "norm.": "pre_lm_head_layernorm."}
 _NESTED = ("transformer_layer_config", "model")  # speculators; an old conversion for vLLM
 # Known heads that are not supported, by a pattern of a tensor's name.
 _FOREIGN = {
-    r"layers\.\d+\.(eh_proj|enorm)\.": "DeepSeek's or GLM's next-token-prediction layers (eh_proj)",
     r"mtp\.(layers|fc)\.": "multi-token-prediction layers of Qwen3-Next or MiMo-V2 (mtp.)",
     r"layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj)\.": "multi-head latent attention (MLA)",
     r"layers\.0\.mlp\.experts\.": "a mixture of experts",
 }
+_HEADS = re.compile(r"mtp_layers\.\d+\.|layers\.\d+\.(?=eh_proj\.)")  # parts of a target's checkpoint
+# Names of the heads in a target's checkpoint, by what they begin with in this package.
+_MTP = {"norm.": "final_layernorm."}
+_NEXTN = {
+    "norm.": "shared_head.norm.",
+    "token_layernorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "mlp.shared_expert.": "mlp.shared_experts.",
+}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's, in the second kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +70,9 @@ class HeadSource(DraftSource):
         return self.path / "config.json"
 
     @property
-    def is_mtp(self) -> bool:
-        return bool(self.prefix)
+    def mtp_kind(self) -> str | None:
+        """The kind of head that is part of a target's checkpoint, None for a draft's own."""
+        return None if not self.prefix else "NEXTN" if f"{self.prefix}eh_proj.weight" in self.files else "MTP"
 
     @property
     def is_p_eagle(self) -> bool:
@@ -74,19 +85,23 @@ class HeadSource(DraftSource):
     @property
     def layer_count(self) -> int:
         """Its layers, from the first to the last that the file has."""
-        layers = "mtp_layers" if self.is_mtp else "layers"
-        found = (re.match(rf"{layers}\.(\d+)\.", name) for name in self.files.names())
+        found = (re.match(r"layers\.(\d+)\.", name) for name in self.files.names())
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def stored(self, name: str) -> str:
-        if self.is_mtp:
-            return "mtp_layers.0." + ("final_layernorm.weight" if name == "norm.weight" else name)
+        if kind := self.mtp_kind:
+            renamed = _MTP if kind == "MTP" else _NEXTN
+            begin = next((begin for begin in renamed if name.startswith(begin)), "")
+            return self.prefix + renamed.get(begin, "") + name.removeprefix(begin)
         outside = next((prefix for prefix in _OUTSIDE_LAYER if name.startswith(prefix)), None)
         if "fusion_fc.weight" not in self.files:
             return name if outside else f"layers.0.{name}"
         if outside is None:
             return f"transformer.{name}"
         return _OLD_SPECULATORS.get(outside, outside) + name.removeprefix(outside)
+
+    def note_unread(self, parameters: Iterable[str], ends: tuple[str, ...]) -> None:
+        DraftSource.note_unread(self, [*parameters, *(_COPIES if self.prefix else ())], ends)
 
     def __contains__(self, name: str) -> bool:
         return self.stored(name) in self.files
@@ -134,8 +149,12 @@ def open_source(draft: DraftSettings) -> HeadSource:
     check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
     check_rope_fields(flat, path / "config.json")
     files = random_head(path, flat, draft.method.heads) if tensors is None else tensors
-    prefix = "mtp_layers." if any(name.startswith("mtp_layers.") for name in files.names()) else ""
-    source = HeadSource(files, _overridden(flat, overrides), overrides, prefix=prefix)
+    heads = sorted({found[0] for name in files.names() if (found := _HEADS.match(name))})
+    if len(heads) > 1:
+        raise ValueError(
+            f"{path} holds {heads[0][:-1]} to {heads[-1][:-1]}: a target with one of them is expected"
+        )
+    source = HeadSource(files, _overridden(flat, overrides), overrides, prefix="".join(heads))
     _refuse_foreign(source)
     return source
 
@@ -150,17 +169,19 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_foreign(source: HeadSource) -> None:
-    names, layers = source.files.names(), "mtp_layers" if source.is_mtp else "layers"
+    if source.mtp_kind:
+        return
+    names = source.files.names()
     for pattern, what in _FOREIGN.items():
-        if not source.is_mtp and any(re.match(pattern, name) for name in names):
+        if any(re.match(pattern, name) for name in names):
             raise ValueError(f"{source.path}: {what} in a draft: not supported")
     count = source.layer_count
     if count > 1 and not source.is_p_eagle:
         raise ValueError(
-            f"{source.path} holds {layers}.0 to {layers}.{count - 1}: a draft of one layer, one with mask_hidden "
-            "(P-EAGLE), or a target with one mtp_layers.0, is expected"
+            f"{source.path} holds layers.0 to layers.{count - 1}: a draft of one layer, one with mask_hidden "
+            "(P-EAGLE), or a target with a layer for multi-token prediction, is expected"
         )
     declared = source.config.get("num_hidden_layers")
-    if not source.is_mtp and declared not in (None, count):
+    if declared not in (None, count):
         has = "one layer" if count == 1 else f"{count} layers"
         source.note(f"has {has}: its tensors say so, num_hidden_layers is {declared!r}")

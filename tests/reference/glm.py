@@ -1,0 +1,100 @@
+"""Random tiny GLM-4.5 targets with a layer for multi-token prediction, made and saved by transformers."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.modeling_layers import MtpLayer
+from transformers.models.glm4_moe import modeling_glm4_moe as glm
+
+from .doubles import float32_means_float64
+from .gemma4 import draw_weights
+from .models import load_checkpoint, save_checkpoint
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "use_qk_norm": True, "attention_bias": True,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def make_glm(path: Path, *, agree: bool = False, **fields: Any) -> Path:
+    """``agree``: no layer adds much to the token's embedding, so that drafts often say what the target says."""
+    config = transformers.Glm4MoeConfig(**{**SIZES, **fields})
+    count = config.num_hidden_layers
+    config.num_hidden_layers = count + 1  # the last is the draft's
+    model = transformers.Glm4MoeForCausalLM(config)
+    draw_weights(model)
+    for name, weight in model.named_parameters():
+        if agree and name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
+            weight *= 0.04
+    model.save_pretrained(path)
+    state, written = load_checkpoint(path)
+    hidden, draws = config.hidden_size, torch.Generator().manual_seed(2)
+    noise = 0.2 * torch.randn(4, hidden, 2 * hidden, generator=draws)
+    last = f"model.layers.{count}."
+    state |= {
+        f"{last}eh_proj.weight": torch.eye(hidden, 2 * hidden) if agree else noise[0],
+        f"{last}shared_head.norm.weight": state["model.norm.weight"] if agree else 1 + noise[1, 0, :hidden],
+        f"{last}enorm.weight": 1 + noise[2, 0, :hidden],
+        f"{last}hnorm.weight": 1 + noise[3, 0, :hidden],
+        f"{last}embed_tokens.weight": state["model.embed_tokens.weight"],
+        f"{last}shared_head.head.weight": state["lm_head.weight"],
+    }
+    return save_checkpoint(path, state, {**written, "num_hidden_layers": count}, safetensors=True)
+
+
+@cache
+def _loaded(path: Path) -> tuple[Any, MtpLayer]:
+    """The target, and the layer that drafts."""
+    state, config = load_checkpoint(path)
+    count = config["num_hidden_layers"]
+    model: Any = transformers.Glm4MoeForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        num_hidden_layers=count + 1,
+    )
+    with float32_means_float64():
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    draft = MtpLayer(model.config, glm.Glm4MoeDecoderLayer, glm.Glm4MoeRMSNorm, count).double().eval()
+    draft.mtp_block = model.model.layers.pop(count)
+    assert draft.post_norm is not None
+    modules = {"enorm": draft.enorm, "hnorm": draft.hnorm, "eh_proj": draft.eh_proj}
+    for name, module in {**modules, "shared_head.norm": draft.post_norm}.items():
+        module.weight.data = state[f"model.layers.{count}.{name}.weight"].double()
+    return model.eval(), draft
+
+
+@torch.no_grad()
+def next_logits(target: Path, committed: Sequence[int], path: Sequence[int]) -> Tensor:
+    """Of the draft after committed tokens and a path. Each token is paired with the state before it: the target's, then
+    the draft's own."""
+    model, draft = _loaded(target)
+    tokens = torch.tensor([[*committed[1:], *path]])
+    with float32_means_float64():
+        states = model.model(torch.tensor([committed[:-1]]), use_cache=False).last_hidden_state
+        while True:
+            length = states.shape[1]
+            embedded, positions = model.model.embed_tokens(tokens[:, :length]), torch.arange(length)[None]
+            out = draft(
+                embedded,
+                states,
+                position_embeddings=model.model.rotary_emb(embedded, positions),
+                attention_mask=torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[
+                    None, None
+                ],
+                position_ids=positions,
+                cache=None,
+            )
+            if length == tokens.shape[1]:
+                logits: Tensor = model.lm_head(out[0, -1])
+                return logits
+            states = torch.cat([states, out[:, -1:]], 1)
