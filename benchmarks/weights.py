@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import Shape, generate_timed, scheduler_of
 from specserve import LLM
 from specserve.engine.runner import Runner
-from specserve.layers.experts import ExpertsMLP, Router
+from specserve.layers.experts import Experts, Router
 from specserve.speculation.context import Context
 
 SAMPLED_STEPS = 8
@@ -38,9 +38,8 @@ class Weights:
     @classmethod
     def of(cls, context: Context) -> Weights:
         target: Any = context.target
-        mixtures = [each for each in target.modules() if isinstance(each, ExpertsMLP)]
-        routing = mixtures[0].gate.routing if mixtures else None
-        experts = sum(size_of(each.experts) for each in mixtures)
+        routing = next((each.routing for each in target.modules() if isinstance(each, Router)), None)
+        experts = sum(size_of(each) for each in target.modules() if isinstance(each, Experts))
         embedding = 0 if target.config.tie_word_embeddings else size_of(target.embed_tokens)
         head = getattr(context.drafter, "head", None)
         once = 0 if head is None else size_of(head.fc)

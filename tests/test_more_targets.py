@@ -13,7 +13,7 @@ from specserve import SamplingParams
 from specserve.models.registry import ARCHITECTURES
 from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
-from tests.reference.gemma4 import LARGE, SMALL, draw_weights
+from tests.reference.gemma4 import LARGE, MIXTURE, SMALL, draw_weights
 from tests.reference.gemma4 import SIZES as GEMMA4
 from tests.test_targets import BESIDE_VISION, MAKERS, PROMPT, recorded_logits, their_logits
 
@@ -32,6 +32,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3, capped": ("Gemma3", {"sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0}),
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
     "gemma 4, large": ("Gemma4", {**GEMMA4, **LARGE}),
+    "gemma 4, experts": ("Gemma4", {**GEMMA4, **MIXTURE}),
     "gemma 4, unified": ("Gemma4Unified", {**GEMMA4, **LARGE, "attention_bias": True}),
     "granite": (
         "Granite",

@@ -41,7 +41,8 @@ class Experts(nn.Module):
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
         assert config.experts is not None
-        name, size = f"layers.{layer}.{config.experts.module}.experts", config.hidden_size
+        name = ".".join(filter(None, ["layers", str(layer), config.experts.module, "experts"]))
+        size = config.hidden_size
         (*gate_up_parts, down), inner = config.experts.parts, config.experts.inner_size
         self.count = config.experts.routing.experts
         numbers, new = range(self.count), config.weights.projection

@@ -56,7 +56,11 @@ class GemmaLayer(DecoderLayer):
         update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
         first_H = self.post_attention_layernorm.weight
         normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH, first_H)
-        return *self.mlp(*normed), self.post_feedforward_layernorm.weight
+        return *self.feed_forward(*normed), self.post_feedforward_layernorm.weight
+
+    def feed_forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.mlp(x_TH, residual_TH)
+        return out
 
 
 class GemmaModel(TargetModel):

@@ -1,5 +1,5 @@
 """Gemma 4's text model: two sizes of heads, values without a projection of their own, keys and values that the last
-layers share, and inputs that each layer has for itself."""
+layers share, inputs that each layer has for itself, and experts beside MLPs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from specserve_kernels import Rounded
+from specserve_kernels import Rounded, Routes, rms_norm, run_experts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.batch import Attend, Softmax
-from specserve.layers.config import LayerConfig
+from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.embedding import Embedding, root_scale
+from specserve.layers.experts import Experts, Router
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.config import FULL, SLIDING, ModelConfig, ropes_by_kind, with_windows
 from specserve.models.gemma import GemmaLayer, GemmaModel
+from specserve.models.qwen_moe import routing
 
 _ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -45,8 +47,30 @@ class Gemma4Attention(Attention):
         return qkv_TND if self.config.v_proj else torch.cat([qkv_TND, qkv_TND[:, q : q + k]], 1)
 
 
+class Gemma4Router(nn.Module):
+    """Reads the norm of a stream. Each expert's share has a factor. ``scale`` is the file's over the root of its
+    size."""
+
+    def __init__(self, config: LayerConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        size, self._eps = config.hidden_size, config.rms_norm_eps
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.scale = nn.Parameter(torch.empty(size, dtype=wide))
+        self.per_expert_scale = nn.Parameter(torch.empty(experts.routing.experts, dtype=wide))
+        self.proj = Router(experts, size)
+
+    def load(self, found: Mapping[str, Tensor]) -> None:
+        self.scale.detach().copy_(found["scale"]).mul_(len(self.scale) ** -0.5)
+        self.per_expert_scale.detach().copy_(found["per_expert_scale"])
+
+    def forward(self, x_TH: Tensor) -> Routes:
+        routes: Routes = self.proj(rms_norm(x_TH, self.scale, self._eps))
+        return routes._replace(weight_TK=routes.weight_TK * self.per_expert_scale[routes.expert_TK])
+
+
 class Gemma4Layer(GemmaLayer):
-    """Returns a scale of the stream, too, and may add a gated input of its own for each token.
+    """Returns a scale of the stream, too, and may add a gated input of its own for each token. Its experts, if it has
+    any, read the stream beside the MLP.
 
     Shapes: P width of that input.
     """
@@ -55,15 +79,30 @@ class Gemma4Layer(GemmaLayer):
     norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, layer)
+        super().__init__(replace(config, experts=None), layer)
         assert isinstance(config, Gemma4Config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.router, self._activation = None, config.activation
+        if config.experts:
+            self.router, self.experts = Gemma4Router(config, config.experts), Experts(config, layer)
+            self.post_feedforward_layernorm_1 = self.norm_class(size, eps)
+            self.pre_feedforward_layernorm_2 = self.norm_class(size, eps)
+            self.post_feedforward_layernorm_2 = self.norm_class(size, eps)
         self.layer_scalar = nn.Parameter(torch.ones(1))
         if config.token_inputs:
-            name, new = f"layers.{layer}", config.weights.projection
-            sizes = config.hidden_size, config.token_inputs
-            self.per_layer_input_gate = new(name, sizes[0], {"per_layer_input_gate": sizes[1]}, False)
-            self.per_layer_projection = new(name, sizes[1], {"per_layer_projection": sizes[0]}, False)
-            self.post_per_layer_input_norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+            name, new, inputs = f"layers.{layer}", config.weights.projection, config.token_inputs
+            self.per_layer_input_gate = new(name, size, {"per_layer_input_gate": inputs}, False)
+            self.per_layer_projection = new(name, inputs, {"per_layer_projection": size}, False)
+            self.post_per_layer_input_norm = self.norm_class(size, eps)
+
+    def feed_forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        update_TH, residual_TH = super().feed_forward(x_TH, residual_TH)
+        if self.router is not None:
+            read_TH, routes = self.pre_feedforward_layernorm_2(residual_TH), self.router(residual_TH)
+            mixed_TH = run_experts(read_TH, routes, self.experts.stacked, self._activation)
+            update_TH = self.post_feedforward_layernorm_1(update_TH)
+            update_TH += self.post_feedforward_layernorm_2(mixed_TH)
+        return update_TH, residual_TH
 
     def forward(
         self,
@@ -101,10 +140,6 @@ class Gemma4Model(GemmaModel):
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        if fields.get("enable_moe_block"):
-            raise ValueError(
-                "enable_moe_block true: Gemma 4's mixture of experts is not supported; expected false"
-            )
         if fields.get("use_bidirectional_attention") == "all":
             raise ValueError("use_bidirectional_attention 'all' is not supported; expected null or 'vision'")
         for name in ("global_head_dim", "hidden_size_per_layer_input", "num_kv_shared_layers"):
@@ -112,7 +147,9 @@ class Gemma4Model(GemmaModel):
                 raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
         bias, inputs = bool(fields.get("attention_bias")), fields["hidden_size_per_layer_input"]
         layer = Gemma4Config.of(
-            layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0), token_inputs=inputs
+            replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0)),
+            token_inputs=inputs,
+            experts=_experts(fields) if fields.get("enable_moe_block") else None,
         )
         layers = with_windows(layer, fields["sliding_window"], fields, lambda n: (n + 1) % 6 != 0, rope=1)
         size, kv_heads = _sizes(fields, layer)
@@ -159,6 +196,17 @@ class Gemma4UnifiedModel(Gemma4Model):
         "max_position_embeddings": 262144,
         "hidden_size_per_layer_input": 0,
     }
+
+
+def _experts(fields: Mapping[str, Any]) -> ExpertsConfig:
+    names = "num_experts", "top_k_experts", "moe_intermediate_size"
+    for name in names:
+        if type(fields.get(name)) is not int or fields[name] < 1:
+            raise ValueError(f"{name} must be a positive integer, found {fields.get(name)!r}")
+    experts, chosen, inner = (fields[name] for name in names)
+    return ExpertsConfig(
+        routing(experts, {"num_experts_per_tok": chosen, "norm_topk_prob": True}), inner, module=""
+    )
 
 
 def _sizes(fields: Mapping[str, Any], layer: LayerConfig) -> tuple[int, int]:

@@ -21,6 +21,10 @@ SMALL = {  # E2B and E4B
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
 }  # fmt: skip
+MIXTURE = {  # 26B-A4B
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+}  # fmt: skip
 LARGE = {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 8.0}  # 31B
 
 
