@@ -56,7 +56,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
-        qkv_TND, config = self.arranged(qkv_TO.unflatten(-1, (-1, self.config.head_dim))), self.config
+        config = self.config
+        qkv_TND = self.arranged(qkv_TO.unflatten(-1, (-1, config.head_dim)), rope.position_T)
         softmax = replace(config.softmax, sinks_H=self.sinks)
         ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], rope, softmax, self.head_norms)
         attended_TI = attend(ask)
@@ -64,8 +65,8 @@ class Attention(nn.Module):
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
         return self.o_proj(attended_TI), residual_TH
 
-    def arranged(self, qkv_TND: Tensor) -> Tensor:
-        """Return the heads that the projection returns as ``attend`` takes them."""
+    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
+        """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""
         return qkv_TND
 
     @property
@@ -114,17 +115,18 @@ def reader_of(block: nn.Module) -> Projection | None:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on a norm of the stream. ``layer``: its index in the KV pool; ``norm``: their class."""
+    """Attention and MLP, each on a norm of the stream. ``layer``: its index in the KV pool."""
 
     attention_class: ClassVar[type[Attention]] = Attention
     mlp_class: ClassVar[type[MLP]] = MLP
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
-    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
+    def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
         self.rope = config.rope
-        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = self.attention_class(config, layer, norm)
-        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self.attention_class(config, layer, self.norm_class)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         if config.experts is None:
             self.mlp: nn.Module = self.mlp_class(config, layer)
         else:

@@ -78,17 +78,14 @@ class OffsetRMSNorm(WideRMSNorm):
 
 
 class LayerNorm(RMSNorm):
-    """A norm of mean and variance, with a bias, whose file holds the weight minus 1."""
+    """A norm of mean and variance. ``has_bias``: a learned offset is added."""
 
     rounds: ClassVar[bool] = False
+    has_bias: ClassVar[bool] = True
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
-        self.bias = nn.Parameter(torch.zeros(size))
-
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        self.weight.detach().copy_(found["weight"]).add_(1)
-        self.bias.detach().copy_(found["bias"])
+        self.bias = nn.Parameter(torch.zeros(size)) if self.has_bias else None
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return F.layer_norm(x_TH, (len(self.weight),), self.weight, self.bias, self.eps)
@@ -104,3 +101,12 @@ class LayerNorm(RMSNorm):
         assert scale_1 is None
         total_TH = x_TH + residual_TH
         return self(total_TH), total_TH
+
+
+class OffsetLayerNorm(LayerNorm):
+    """A layer norm whose file holds the weight minus 1."""
+
+    def load(self, found: Mapping[str, Tensor]) -> None:
+        self.weight.detach().copy_(found["weight"]).add_(1)
+        if self.bias is not None:
+            self.bias.detach().copy_(found["bias"])

@@ -16,7 +16,6 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.linear import Linear
-from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.config import ACTIVATIONS, ModelConfig, rope_config
@@ -29,7 +28,7 @@ class TargetModel(nn.Module):
     geometry, ``read_layers`` repeats it for every layer, and ``read_ropes`` returns the rotary embeddings that layers
     choose from. They raise ValueError naming a field that they can't serve. ``unread``: parts of the names of tensors
     that a file may have without a parameter for them. ``beside``: beginnings of the names of a vision-language file's
-    other parts, without ``model.``. ``renamed``: a part of names here, and what files have in its place.
+    other parts, without ``model.``. ``renamed``: parts of names here, and what files have in their place.
     ``activations``: what values of ``activation_field`` mean.
     """
 
@@ -38,11 +37,10 @@ class TargetModel(nn.Module):
     beside: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
     )
-    renamed: ClassVar[tuple[str, str]] = ("", "")
+    renamed: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[Mapping[str, Gate]] = ACTIVATIONS
     activation_field: ClassVar[str] = "hidden_act"
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
@@ -67,7 +65,7 @@ class TargetModel(nn.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, self.embedding_scale(config))
         self.layers = nn.ModuleList(self.layer_class(layer, i) for i, layer in enumerate(config.layers))
-        self.norm = self.norm_class(config.hidden_size, config.layers[-1].rms_norm_eps)
+        self.norm = self.layer_class.norm_class(config.hidden_size, config.layers[-1].rms_norm_eps)
         self.lm_head: Projection
         if config.tie_word_embeddings:
             self.lm_head = Linear.of(self.embed_tokens.weight)
@@ -125,4 +123,4 @@ class TargetModel(nn.Module):
         logits_TV: Tensor = self.lm_head(hidden_TH, out=out)
         if (cap := self.config.logit_cap) is not None:
             logits_TV.div_(cap).tanh_().mul_(cap)
-        return logits_TV
+        return logits_TV if self.config.logit_scale == 1 else logits_TV.mul_(self.config.logit_scale)

@@ -175,14 +175,16 @@ def load_target(
             model = model_class(config.architecture, model_path)(config, positions)
         except ValueError as error:
             raise ValueError(f"{model_path}: {error}") from None
-    known = {name.replace(*model.renamed) for name in file_tensors(model)} | (
-        {_HEAD} if config.tie_word_embeddings else set()
-    )
+    stored = {
+        name: ".".join(model.renamed.get(part, part) for part in name.split("."))
+        for name in file_tensors(model)
+    }
+    known = {*stored.values(), *([_HEAD] if config.tie_word_embeddings else [])}
     only_head = config.tie_word_embeddings and _HEAD in files and _EMBEDDING not in files
     load_parameters(
         model,
         files,
-        lambda name: _HEAD if only_head and name == _EMBEDDING else name.replace(*model.renamed),
+        lambda name: _HEAD if only_head and name == _EMBEDDING else stored[name],
     )
     if device.type != "meta":  # without data, not even the weights' format may be that of the files
         _warn_of_unread(model, known, files)

@@ -51,7 +51,7 @@ class ModelConfig:
     weights: WeightFormat = PLAIN
     random: str | None = None
     logit_cap: float | None = None
-    logit_divisor: float = 1.0
+    logit_scale: float = 1.0
     embedding_scale: float = 1.0
     notes: tuple[str, ...] = field(default=(), repr=False)
 

@@ -23,7 +23,6 @@ class Exaone4Layer(OlmoLayer):
 class Exaone4Model(OlmoModel):
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
     layer_class: ClassVar[type[DecoderLayer]] = Exaone4Layer
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:

@@ -32,7 +32,7 @@ class GemmaLayer(DecoderLayer):
     norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, layer, self.norm_class)
+        super().__init__(config, layer)
         self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
@@ -83,7 +83,6 @@ class GemmaModel(TargetModel):
     }
     activation_field: ClassVar[str] = "hidden_activation"
     layer_class: ClassVar[type[DecoderLayer]] = GemmaLayer
-    norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:

@@ -42,7 +42,7 @@ class Gemma4Attention(Attention):
 
     normed_values: ClassVar[bool] = True
 
-    def arranged(self, qkv_TND: Tensor) -> Tensor:
+    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         q, k, _ = self.config.heads
         return qkv_TND if self.config.v_proj else torch.cat([qkv_TND, qkv_TND[:, q : q + k]], 1)
 
@@ -136,7 +136,6 @@ class Gemma4Model(GemmaModel):
     unread: ClassVar[tuple[str, ...]] = (*GemmaModel.unread, ".k_proj.", ".v_proj.", ".k_norm.")
     beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
     layer_class: ClassVar[type[DecoderLayer]] = Gemma4Layer
-    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.rotary import RopeConfig
-from specserve.models.base import TargetModel
-from specserve.models.partial_rope import PartialConfig, PartialLayer, partial_rope, rotated
+from specserve.models.partial_rope import PartialLayer, PartialModel
 from specserve.models.qwen_moe import routing
 
 
-class Glm4MoeModel(TargetModel):
+class Glm4MoeModel(PartialModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
@@ -30,18 +27,14 @@ class Glm4MoeModel(TargetModel):
         "n_group": 1,
         "topk_group": 1,
     }
-    renamed: ClassVar[tuple[str, str]] = (".mlp.shared_expert.", ".mlp.shared_experts.")
+    renamed: ClassVar[Mapping[str, str]] = {"shared_expert": "shared_experts"}
     layer_class: ClassVar[type[DecoderLayer]] = PartialLayer
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
         bias, norm = bool(fields.get("attention_bias")), bool(fields.get("use_qk_norm"))
-        layer = PartialConfig.of(layer, qkv_bias=bias, qk_norm=norm, rotated=rotated(layer, fields))
+        layer = cls.read_layer(replace(layer, qkv_bias=bias, qk_norm=norm), fields)
         return with_corrected_experts(layer, fields)
-
-    @classmethod
-    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
-        return (partial_rope(fields, source),)
 
 
 def with_corrected_experts(layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:

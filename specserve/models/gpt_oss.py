@@ -20,8 +20,7 @@ from specserve.models.qwen_moe import routing
 
 
 class GptOssLayer(DecoderLayer):
-    def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, layer, WideRMSNorm)
+    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
 
 class GptOssModel(TargetModel):
@@ -45,8 +44,7 @@ class GptOssModel(TargetModel):
         "swiglu_limit": CLAMP,
     }
     layer_class: ClassVar[type[DecoderLayer]] = GptOssLayer
-    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
-    renamed: ClassVar[tuple[str, str]] = (".mlp.gate.", ".mlp.router.")
+    renamed: ClassVar[Mapping[str, str]] = {"gate": "router"}
     activations: ClassVar[Mapping[str, Any]] = {"silu": "clamped_silu"}
 
     @classmethod

@@ -53,6 +53,3 @@ class GraniteModel(LlamaModel):
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
         softmax, scale = Softmax(fields["attention_multiplier"]), fields["residual_multiplier"]
         return GraniteConfig.of(super().read_layer(layer, fields), softmax=softmax, update_scale=scale)
-
-    def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
-        return super().logits(hidden_TH, out).div_(self.config.logit_divisor)

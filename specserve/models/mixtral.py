@@ -20,7 +20,7 @@ class MixtralModel(MistralModel):
         "norm_topk_prob": True,
     }
 
-    renamed: ClassVar[tuple[str, str]] = (".mlp.", ".block_sparse_moe.")
+    renamed: ClassVar[Mapping[str, str]] = {"mlp": "block_sparse_moe"}
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from specserve_kernels import Gate, Rounded
@@ -13,14 +12,13 @@ from torch import Tensor
 
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, DecoderLayer
-from specserve.layers.norms import LayerNorm, RMSNorm
-from specserve.layers.rotary import RopeConfig
+from specserve.layers.norms import OffsetLayerNorm, RMSNorm
 from specserve.models.llama import LlamaModel
-from specserve.models.partial_rope import PartialConfig, PartialLayer, partial_rope, rotated
+from specserve.models.partial_rope import PartialLayer, PartialModel
 
 
-class SquaredMLP(MLP):
-    """Has no gate: ``down_proj`` of the squared positive part of ``up_proj``."""
+class UngatedMLP(MLP):
+    """``down_proj`` of what ``activated`` makes of ``up_proj``: the square of its positive part."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -29,11 +27,14 @@ class SquaredMLP(MLP):
         self.gate_up_proj = config.weights.projection(name, config.hidden_size, up, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.down_proj(self.gate_up_proj(x_TH).relu_().square_()), residual_TH
+        return self.down_proj(self.activated(self.gate_up_proj(x_TH))), residual_TH
+
+    def activated(self, up_TI: Tensor) -> Tensor:
+        return up_TI.relu_().square_()
 
 
 class ArceeLayer(DecoderLayer):
-    mlp_class: ClassVar[type[MLP]] = SquaredMLP
+    mlp_class: ClassVar[type[MLP]] = UngatedMLP
 
 
 class ArceeModel(LlamaModel):
@@ -43,11 +44,10 @@ class ArceeModel(LlamaModel):
 
 
 class NemotronLayer(ArceeLayer, PartialLayer):
-    def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, layer, LayerNorm)
+    norm_class: ClassVar[type[RMSNorm]] = OffsetLayerNorm
 
 
-class NemotronModel(ArceeModel):
+class NemotronModel(PartialModel, ArceeModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "relu2",
         "norm_eps": 1e-5,
@@ -55,13 +55,7 @@ class NemotronModel(ArceeModel):
         "max_position_embeddings": 4096,
     }
     layer_class: ClassVar[type[DecoderLayer]] = NemotronLayer
-    norm_class: ClassVar[type[RMSNorm]] = LayerNorm
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        layer = super().read_layer(replace(layer, rms_norm_eps=fields["norm_eps"]), fields)
-        return PartialConfig.of(layer, rotated=rotated(layer, fields))
-
-    @classmethod
-    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
-        return (partial_rope(fields, source),)
+        return super().read_layer(replace(layer, rms_norm_eps=fields["norm_eps"]), fields)

@@ -29,7 +29,7 @@ class OlmoAttention(Attention):
         q, k, _ = (heads * config.head_dim for heads in config.heads)
         self.q_norm, self.k_norm = norm(q, config.rms_norm_eps), norm(k, config.rms_norm_eps)
 
-    def arranged(self, qkv_TND: Tensor) -> Tensor:
+    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         assert self.q_norm is not None
         assert self.k_norm is not None
         q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
@@ -77,7 +77,6 @@ class OlmoLayer(DecoderLayer):
 class OlmoModel(TargetModel):
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
     layer_class: ClassVar[type[DecoderLayer]] = OlmoLayer
-    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

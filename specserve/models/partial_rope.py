@@ -15,6 +15,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import RopeConfig, rope_fields
+from specserve.models.base import TargetModel
 from specserve.models.config import check_rope_fields, rope_config
 
 
@@ -38,22 +39,23 @@ class OrderedRMSNorm(RMSNorm):
 
 class PartialAttention(Attention):
     """Moves the channels that are rotated in pairs to where a whole head has its pairs, half of it apart. Scores do not
-    depend on the order of channels."""
+    depend on the order of channels. ``interleaved``: pairs are neighbours in files, not half of the rotated apart."""
 
     order_D: Tensor
+    interleaved: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__(config, layer, norm)
         assert isinstance(config, PartialConfig)
-        half = config.rotated // 2
-        low, high, rest = torch.arange(config.head_dim).split((half, half, config.head_dim - 2 * half))
+        turned, rest = torch.arange(config.head_dim).split((config.rotated, config.head_dim - config.rotated))
+        low, high = (turned[::2], turned[1::2]) if self.interleaved else turned.chunk(2)
         rest_low, rest_high = rest.tensor_split(2)
         self.register_buffer("order_D", torch.cat([low, rest_low, high, rest_high]), persistent=False)
         if config.qk_norm:
             size, eps = config.head_dim, config.rms_norm_eps
             self.q_norm, self.k_norm = (OrderedRMSNorm(size, eps, self.order_D) for _ in "qk")
 
-    def arranged(self, qkv_TND: Tensor) -> Tensor:
+    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         q, k, v = self.config.heads
         qk_TND, v_TND = qkv_TND.split((q + k, v), 1)
         return torch.cat([qk_TND[..., self.order_D], v_TND], 1)
@@ -68,6 +70,23 @@ class PartialLayer(DecoderLayer):
     attention_class: ClassVar[type[Attention]] = PartialAttention
 
 
+class InterleavedAttention(PartialAttention):
+    interleaved: ClassVar[bool] = True
+
+
+class PartialModel(TargetModel):
+    """Rotates ``partial_rotary_factor`` of each head."""
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        layer = super().read_layer(layer, fields)
+        return PartialConfig.of(layer, rotated=_rotated(layer, fields))
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        return (partial_rope(fields, source),)
+
+
 def partial_rope(config: Mapping[str, Any], source: Path) -> RopeConfig:
     """Read the rotary embedding of the first part of each head."""
     check_rope_fields(config, source)
@@ -78,7 +97,7 @@ def partial_rope(config: Mapping[str, Any], source: Path) -> RopeConfig:
     return replace(rope, partial_rotary_factor=part)
 
 
-def rotated(layer: LayerConfig, config: Mapping[str, Any]) -> int:
+def _rotated(layer: LayerConfig, config: Mapping[str, Any]) -> int:
     """Return how many channels of a head are rotated. Raises ValueError for halves that are not whole."""
     count = int(layer.head_dim * _rotary_part(config))
     if not 0 < count <= layer.head_dim or count % 2:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.batch import Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
-from specserve.layers.rotary import RopeConfig
-from specserve.models.base import TargetModel
-from specserve.models.partial_rope import PartialAttention, PartialConfig, partial_rope, rotated
+from specserve.models.partial_rope import PartialAttention, PartialModel
 
 
 class Phi3Attention(PartialAttention):
@@ -27,7 +25,7 @@ class Phi3Layer(DecoderLayer):
     mlp_class: ClassVar[type[MLP]] = Phi3MLP
 
 
-class Phi3Model(TargetModel):
+class Phi3Model(PartialModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
@@ -39,9 +37,4 @@ class Phi3Model(TargetModel):
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        softmax = Softmax(window=fields["sliding_window"])
-        return PartialConfig.of(layer, softmax=softmax, rotated=rotated(layer, fields))
-
-    @classmethod
-    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
-        return (partial_rope(fields, source),)
+        return super().read_layer(replace(layer, softmax=Softmax(window=fields["sliding_window"])), fields)

@@ -40,7 +40,7 @@ _EXPERTS = (
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
-    "routed_scaling_factor",
+    *("routed_scaling_factor", "logit_scale", "layer_norm_eps", "norm_epsilon"),
 )
 
 
@@ -85,7 +85,7 @@ def load_model_config(
         dtype=_dtype(fields, path),
         random=random,
         logit_cap=fields.get("final_logit_softcapping"),
-        logit_divisor=fields.get("logits_scaling", 1.0),
+        logit_scale=fields.get("logit_scale") or 1 / (fields.get("logits_scaling") or 1),
         embedding_scale=fields.get("embedding_multiplier", 1.0),
         notes=(_end_note(ends, vocab_size),),
     )
