@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ SIZES = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
+GROWING = {
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.4,
+}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -51,6 +58,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {}),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
     "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 8}),
+    "ministral 3": (
+        "Ministral3",
+        {"head_dim": 8, "rope_parameters": {**YARN, "rope_type": "yarn", **GROWING}},
+    ),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm 4": ("Glm4", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}),
+    "command r": ("Cohere", {"logit_scale": 0.8, "attention_bias": True}),
+    "command a": ("Cohere2", {"sliding_window": 9, "tie_word_embeddings": False}),
+    "ernie 4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "helium": ("Helium", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "apertus": ("Apertus", {}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "starcoder 2": ("Starcoder2", {"sliding_window": 9}),
     "cwm": ("Cwm", {"sliding_window": 9, "head_dim": 16, "bos_token_id": 0}),
     "exaone 4": ("Exaone4", {"sliding_window": 9}),
     "exaone 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
@@ -96,7 +116,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_every_architecture_is_compared() -> None:
     here = {f"{family}ForCausalLM" for family, _ in CONFIGS.values()}
-    elsewhere = {name for name in ARCHITECTURES if "VLForConditionalGeneration" in name}
+    elsewhere = {name for name in ARCHITECTURES if re.search("(VL|4v)ForConditionalGeneration", name)}
     assert {*MAKERS, *BESIDE_VISION, *here, *elsewhere} == {*ARCHITECTURES}
 
 

@@ -26,6 +26,7 @@ class RopeConfig:
     """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``. The fields from ``beta_fast``
     on are yarn's: which frequencies it blends, and the multiplier of cos and sin. ``partial_rotary_factor``: the part
     of the pairs that a proportional one rotates; with others of a head's channels.
+    ``llama_4_scaling_beta``: how queries grow behind the trained length, in models that do that.
     ``short_factor``, ``long_factor``: longrope's divisors of frequencies, up to the trained length and beyond."""
 
     theta: float = THETA
@@ -41,6 +42,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     partial_rotary_factor: float = 1.0
+    llama_4_scaling_beta: float = 0.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -90,6 +92,7 @@ NUMBERS = (
     "mscale",
     "mscale_all_dim",
     "partial_rotary_factor",
+    "llama_4_scaling_beta",
 )
 NEEDED = {
     "linear": ("factor",),

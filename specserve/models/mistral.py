@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; its first version has sliding-window attention."""
+"""Mistral: Llama without biases; its first version has sliding-window attention, Ministral 3 queries that grow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from specserve.layers.batch import Softmax
 from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.models.base import TargetModel
-from specserve.models.config import with_windows
+from specserve.models.config import ModelConfig, with_windows
 
 
 class MistralModel(TargetModel):
@@ -32,3 +36,39 @@ class MinistralModel(MistralModel):
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
         return with_windows(layer, fields["sliding_window"], fields, lambda _: True)
+
+
+class Ministral3Attention(Attention):
+    factor_P: Tensor | None = None  # of queries, by position; None: 1
+
+    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
+        if self.factor_P is not None:
+            qkv_TND[:, : self.config.num_heads].mul_(self.factor_P[position_T, None, None])
+        return qkv_TND
+
+
+class Ministral3Layer(DecoderLayer):
+    attention_class: ClassVar[type[Attention]] = Ministral3Attention
+
+
+class Ministral3Model(MistralModel):
+    """Multiplies queries by a factor that grows from the trained length on."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "max_position_embeddings": 262144,
+    }
+    layer_class: ClassVar[type[DecoderLayer]] = Ministral3Layer
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__(config, max_positions)
+        beta, trained = config.rope.llama_4_scaling_beta, int(config.rope.original_max_position_embeddings)
+        if not beta or max_positions <= trained:
+            return
+        factor_P = 1 + beta * (torch.arange(max_positions) // trained).double().log1p()
+        for module in self.modules():
+            if isinstance(module, Ministral3Attention):
+                module.factor_P = factor_P.to(self.dtype)

@@ -38,6 +38,17 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "ArceeForCausalLM": "nemotron.ArceeModel",
     "SeedOssForCausalLM": "llama.SeedOssModel",
     "MinistralForCausalLM": "mistral.MinistralModel",
+    "Ministral3ForCausalLM": "mistral.Ministral3Model",
+    "GlmForCausalLM": "glm.GlmModel",
+    "Glm4ForCausalLM": "glm.Glm4Model",
+    "Glm4vForConditionalGeneration": "glm.Glm4vModel",
+    "CohereForCausalLM": "cohere.CohereModel",
+    "Cohere2ForCausalLM": "cohere.Cohere2Model",
+    "Ernie4_5ForCausalLM": "ernie.ErnieModel",
+    "HeliumForCausalLM": "ernie.HeliumModel",
+    "ApertusForCausalLM": "apertus.ApertusModel",
+    "StableLmForCausalLM": "stablelm.StableLmModel",
+    "Starcoder2ForCausalLM": "starcoder2.Starcoder2Model",
     "CwmForCausalLM": "cwm.CwmModel",
     "GptOssForCausalLM": "gpt_oss.GptOssModel",
 }
@@ -46,6 +57,7 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
 TEXT_PARTS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }

@@ -1,0 +1,35 @@
+"""StableLM: Llama with layer norms, of whose heads a part is rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import Attention, DecoderLayer
+from specserve.layers.norms import LayerNorm, RMSNorm
+from specserve.models.partial_rope import PartialAttention, PartialModel
+
+
+class StableLmLayer(DecoderLayer):
+    attention_class: ClassVar[type[Attention]] = PartialAttention
+
+    norm_class: ClassVar[type[RMSNorm]] = LayerNorm
+
+
+class StableLmModel(PartialModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 4096,
+    }
+    layer_class: ClassVar[type[DecoderLayer]] = StableLmLayer
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        for name in ("qk_layernorm", "use_parallel_residual"):
+            if fields.get(name):
+                raise ValueError(f"{name} true is not supported; expected false")
+        bias, eps = bool(fields.get("use_qkv_bias")), fields["layer_norm_eps"]
+        return super().read_layer(replace(layer, qkv_bias=bias, rms_norm_eps=eps), fields)
