@@ -90,6 +90,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
+    "minimax m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4},
+    ),
     "gpt-oss": (
         "GptOss",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 8}

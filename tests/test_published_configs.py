@@ -68,6 +68,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma 4, another last layer": gemma4(
         num_hidden_layers=8, layer_types=["sliding_attention"] * 8, global_head_dim=256,
     ),
+    "gemma 4 26b": gemma4(
+        hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_hidden_layers=30, num_key_value_heads=8,
+        num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        max_position_embeddings=262144,
+    ),
+    "glm 4.5 air": {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "partial_rotary_factor": 0.5, "intermediate_size": 10944,
+        "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+        "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+        "num_hidden_layers": 46, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 1000000, "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    "minimax m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+        "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
+        "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+        "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
+        "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+        "vocab_size": 200064,
+    },
     "smollm3 3b": {
         "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
         "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
@@ -112,7 +137,15 @@ PUBLISHED |= {
 }
 PUBLISHED |= {
     f"{name}, written by transformers 5": {**PUBLISHED[name], "rewritten": True}
-    for name in ("gemma 3 1b", "gemma 3 12b", "gemma 4 e2b", "gemma 4 12b", "gemma 4 31b", "olmo 3 7b")
+    for name in (
+        "gemma 3 1b",
+        "gemma 3 12b",
+        "gemma 4 e2b",
+        "gemma 4 12b",
+        "gemma 4 31b",
+        "olmo 3 7b",
+        "minimax m2",
+    )
 }
 
 
@@ -162,7 +195,10 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
         assert (rope == NO_ROPE) == (not turns)
         if turns:
             expected = getattr(table, f"{prefix}inv_freq").double()
-            torch.testing.assert_close(inverse_frequencies(rope, head_dim), expected, rtol=1e-6, atol=0)
+            turned = 2 * len(expected)
+            torch.testing.assert_close(inverse_frequencies(rope, turned), expected, rtol=1e-6, atol=0)
+            part = rope.partial_rotary_factor if rope.kind != "proportional" else 1
+            assert turned == part * head_dim
             assert rope.scale == pytest.approx(getattr(table, f"{prefix}attention_scaling"))
     assert ours.vocab_size == theirs.vocab_size
     assert ours.logit_cap == getattr(theirs, "final_logit_softcapping", None)

@@ -20,6 +20,7 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3MoeModel",
     "Qwen2MoeForCausalLM": "qwen_moe.Qwen2MoeModel",
     "MixtralForCausalLM": "mixtral.MixtralModel",
+    "MiniMaxM2ForCausalLM": "minimax_m2.MiniMaxM2Model",
     "Glm4MoeForCausalLM": "glm4_moe.Glm4MoeModel",
     "MiMoForCausalLM": "mimo.MiMoModel",
     "Gemma3ForCausalLM": "gemma.GemmaModel",
