@@ -165,7 +165,10 @@ def method_of(name: str) -> Method | None:
     return None if name == NONE else METHODS[name]
 
 
-OWN_HEADS = {"MTP": ("MiMoForCausalLM",), "NEXTN": ("Glm4MoeForCausalLM",)}
+OWN_HEADS = {
+    "MTP": ("MiMoForCausalLM",),
+    "NEXTN": ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM"),
+}
 """Kinds of draft head that a target's checkpoint may contain, and the targets' architectures."""
 OWN_HEADS_COUNT = "num_nextn_predict_layers"
 """The field that counts them."""

@@ -35,6 +35,12 @@ HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 GLM = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+MLA = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": None, "attention_bias": False,
+}  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3, capped": ("Gemma3", {"sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0}),
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
@@ -89,6 +95,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "deepseek v2 lite": ("DeepseekV2", {**MLA, "q_lora_rank": None}),
+    "deepseek v2, in groups": (
+        "DeepseekV2",
+        {
+            **MLA,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": MSCALE,
+        }
+        | {"routed_scaling_factor": 4.0},
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {**MLA, "n_group": 3, "topk_group": 2, "rope_parameters": MSCALE, "num_key_value_heads": 4},
+    ),
+    "glm 4.7 flash": ("Glm4MoeLite", {**MLA, "num_key_value_heads": 4}),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
     "minimax m2": (
         "MiniMaxM2",

@@ -4,6 +4,7 @@ The references are the CPU backend and the oracle that the Triton versions are t
 """
 
 from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
+from specserve_kernels.reference.attention import latent
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.experts import experts as _experts
 from specserve_kernels.reference.experts import route as _route
@@ -56,6 +57,7 @@ from specserve_kernels.types import (
     tree_pool_size,
 )
 
+absorb_queries = dispatched(latent.absorb_queries)
 accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
 add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
@@ -73,6 +75,7 @@ integer_linear = dispatched(integer.integer_linear)
 linear = dispatched(_linear.linear)
 merge_pools = dispatched(merge.merge_pools)
 move_kv = dispatched(commit.move_kv)
+multiply_heads = dispatched(latent.multiply_heads)
 observe_source = dispatched(sources.observe_source)
 pair_inputs = dispatched(embed_and_concat.pair_inputs)
 packed_linear = dispatched(packed.packed_linear)
@@ -86,6 +89,7 @@ route = dispatched(_route.route)
 run_experts = dispatched(_experts.run_experts)
 select_tree = dispatched(select.select_tree)
 single_nodes = dispatched(select.single_nodes)
+store_latents = dispatched(latent.store_latents)
 
 __all__ = [
     "FP8",
@@ -110,6 +114,7 @@ __all__ = [
     "Slots",
     "Sources",
     "Tree",
+    "absorb_queries",
     "accept_path",
     "add_bias",
     "add_rms_norm",
@@ -138,6 +143,7 @@ __all__ = [
     "linear",
     "merge_pools",
     "move_kv",
+    "multiply_heads",
     "normed_heads",
     "observe_source",
     "on_gpu",
@@ -161,6 +167,7 @@ __all__ = [
     "runs_triton",
     "select_tree",
     "single_nodes",
+    "store_latents",
     "store_page_features",
     "tree_masks",
     "tree_pool_size",

@@ -8,8 +8,9 @@ import torch
 
 from specserve.attention.base import AttentionBackend
 from specserve.attention.torch import TorchAttention
+from specserve.kv.pool import PoolConfig
 
-__all__ = ["ATTENTION", "AttentionBackend", "TorchAttention"]
+__all__ = ["ATTENTION", "AttentionBackend", "TorchAttention", "attention_for"]
 
 
 def _triton(page_size: int, dtype: torch.dtype) -> AttentionBackend:
@@ -29,3 +30,16 @@ ATTENTION: dict[str, Callable[[int, torch.dtype], AttentionBackend]] = {
     "triton": _triton,
     "flashinfer": _flashinfer,
 }
+
+
+def attention_for(name: str, pool: PoolConfig) -> AttentionBackend:
+    """Return the backend of this name. Raises ValueError naming one that serves all layers if this one does not."""
+    attention = ATTENTION[name](pool.page_size, pool.dtype)
+    for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
+        for spec in specs:
+            if reasons := attention.unsupported(spec, pool.page_size):
+                raise ValueError(
+                    f"--attention-backend {attention.name} cannot serve the {whose}'s {spec}: "
+                    f"{'; '.join(reasons)}; use torch, which serves all, without CUDA graphs"
+                )
+    return attention

@@ -73,9 +73,11 @@ class Plan(Protocol):
         softmax: Softmax,
         kv_TND: Tensor | None,
         scales: KVScales | None,
+        latent: int = 0,
     ) -> Tensor:
         """Return the outputs ``[T, N, D]``. ``cache``: one layer of the pool, with ``scales`` in FP8, and ``pages_BM``
-        its page table. ``kv_TND``: the tokens' own keys and then values, as the cache holds them."""
+        its page table. ``kv_TND``: the tokens' own keys and then values, as the cache holds them. ``latent``: its rows
+        are keys of all heads, and the first so many of their numbers are values; outputs have as many."""
         ...
 
 

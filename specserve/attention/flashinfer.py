@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes, Plan
 from specserve.attention.triton import TritonAttention
-from specserve.kv.spec import HeadKV, KVSpec
+from specserve.kv.spec import HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 
 _WORKSPACE_BYTES = 256 * 2**20
@@ -48,7 +48,9 @@ class _Prefill:
         softmax: Softmax,
         kv_TND: Tensor | None,
         scales: KVScales | None,
+        latent: int = 0,
     ) -> Tensor:
+        assert not latent
         assert softmax.sinks_H is None
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4], softmax.scale
         if geometry not in self.wrappers:
@@ -109,6 +111,8 @@ class FlashInferAttention:
 
     def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
         reasons = self._triton.unsupported(spec, page_size)
+        if isinstance(spec, LatentKV):
+            reasons.append(f"{spec} are not passed to FlashInfer; triton serves them")
         if isinstance(spec, HeadKV) and spec.head_dim not in _HEAD_SIZES:
             reasons.append(f"head size {spec.head_dim}: FlashInfer has {_HEAD_SIZES}")
         if isinstance(spec, HeadKV) and spec.window is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import HeadNorms, rotary_store_kv
+from specserve_kernels import rotary_store_kv, store_latents
 from torch import Tensor
 
 from specserve.attention.base import Plan
 from specserve.kv.pool import KVPool
-from specserve.layers.batch import GroupedQuery
+from specserve.layers.batch import GroupedQuery, Softmax
+from specserve.layers.latent import Latent, LatentRows, Projected
 from specserve.layers.rotary import Rope
 
 
@@ -24,11 +25,16 @@ class PagedAttend:
     place_T: Tensor
     first_layer: int = 0
 
-    def __call__(self, ask: GroupedQuery) -> Tensor:
-        qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
-        layer, own = self.first_layer + ask.layer, self.plan.reads_own and heads > 0
+    def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
+        layer = self.first_layer + ask.layer
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
         pages_BM = self.pages_GBM[self.pool.tables[layer]]
+        if isinstance(ask, Latent):
+            how = Softmax(ask.scale), None, scales, len(ask.rows.norm_C)
+            store_projected(self.pool, layer, ask.rows, ask.rope, self.pages_GBM, self.place_T)
+            return self.plan.run(ask.query_TNX, cache, pages_BM, *how).flatten(1)
+        qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
+        own = self.plan.reads_own and heads > 0
         q_TND = rotary_store_kv(
             qkv_TND, *ask.rope, heads, cache, pages_BM, self.place_T, own, scales, ask.norms
         )
@@ -37,15 +43,12 @@ class PagedAttend:
 
 
 def store_projected(
-    pool: KVPool,
-    layer: int,
-    kv_TND: Tensor,
-    norms: HeadNorms | None,
-    rope: Rope,
-    pages_GBM: Tensor,
-    place_T: Tensor,
+    pool: KVPool, layer: int, projected: Projected, rope: Rope, pages_GBM: Tensor, place_T: Tensor
 ) -> None:
-    """Normalize, rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that does not run. May change
-    ``kv_TND`` in place."""
+    """Normalize, rotate and store what ``project_kv`` returns, of a layer that does not run. May change it in place."""
     where = pool.layers[layer], pages_GBM[pool.tables[layer]], place_T
-    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, False, pool.scales[layer], norms)
+    if isinstance(projected, LatentRows):
+        store_latents(*projected, *rope, *where, pool.scales[layer])
+    else:
+        kv_TND, norms = projected
+        rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, False, pool.scales[layer], norms)

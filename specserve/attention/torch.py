@@ -14,7 +14,7 @@ from specserve_kernels import KVScales, group_bias, paged_attention, visible_to_
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
-from specserve.kv.spec import HeadKV, KVSpec
+from specserve.kv.spec import KVSpec
 from specserve.layers.batch import Softmax
 
 LANES = 16
@@ -44,7 +44,10 @@ class _Plan:
         softmax: Softmax,
         kv_TND: Tensor | None,
         scales: KVScales | None,
+        latent: int = 0,
     ) -> Tensor:
+        if latent:  # values, too, are whole rows: those of keys' size are added up in a fixed order
+            cache = cache[..., None, :].expand(-1, 2, -1, -1, -1)
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
         q_BNHD = q.reshape(len(pages_BM), self.queries, *q_TND.shape[1:])
         group = q_TND.shape[1] // cache.shape[3]
@@ -56,7 +59,7 @@ class _Plan:
         bias, seen_BM = self.biases[key]
         pages_BM = pages_BM[:, : seen_BM.shape[1]].where(seen_BM, 0)  # others may be another request's by now
         out = paged_attention(q_BNHD, cache, pages_BM, bias, scales, softmax.scale, softmax.sinks_H)
-        out = out.flatten(0, 1)
+        out = out.flatten(0, 1)[..., : latent or None]
         return out if self.scatter_T is None else out[self.scatter_T]
 
     def _seen_pages(self, visible_BNL: Tensor) -> Tensor:
@@ -75,7 +78,7 @@ class TorchAttention:
         self.dtype = dtype
 
     def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
-        return [] if isinstance(spec, HeadKV) else [f"it reads keys and values by head, not {spec}"]
+        return []
 
     def plan_prefill(self, chunks: Chunks) -> _Plan:
         position_L = self._positions(chunks.positions_T, chunks.max_kv)

@@ -44,7 +44,9 @@ class _Prefill:
         softmax: Softmax,
         kv_TND: Tensor | None,
         scales: KVScales | None,
+        latent: int = 0,
     ) -> Tensor:
+        assert not latent
         c = self.chunks
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
         how = softmax.scale, softmax.window, softmax.sinks_H
@@ -66,7 +68,9 @@ class _Verify:
         softmax: Softmax,
         kv_TND: Tensor | None,
         scales: KVScales | None,
+        latent: int = 0,
     ) -> Tensor:
+        assert not latent
         n = self.nodes
         tree, how = (n.q_start, self.paths, n.max_nodes), (softmax.scale, softmax.window, softmax.sinks_H)
         where = pages_BM, n.length_B, *tree
@@ -87,7 +91,9 @@ class _Draft:
         softmax: Softmax,
         kv_TND: Tensor | None,
         scales: KVScales | None,
+        latent: int = 0,
     ) -> Tensor:
+        assert not latent
         f = self.frontier
         where = pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA
         how = softmax.scale, softmax.window, softmax.sinks_H

@@ -161,6 +161,8 @@ def _triton_refusal(model: ModelConfig) -> str | None:
 
     for layer in model.layers:
         size, window = layer.head_dim, layer.softmax.window
+        if layer.latent is not None:
+            return "triton has no latent attention"
         if size not in HEAD_DIMS:
             return f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
         if window is not None and window < LEAST_WINDOW:

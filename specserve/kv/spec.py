@@ -67,6 +67,33 @@ class HeadKV:
         return own_LPX.view(*own_LPX.shape[:2], 2, page_size, self.num_kv_heads, self.head_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentKV:
+    """One row for all heads (latent attention): a latent, from which keys and values are made, and a rotated key:
+    ``[layers, pages, 1, page size, rank + rope size]``."""
+
+    rank: int
+    rope_size: int
+    dtype: torch.dtype
+    scales: KVScales | None = field(default=None, compare=False)
+    window: int | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"latents of {self.rank} and rotated keys of {self.rope_size}"
+
+    @property
+    def token_bytes(self) -> int:
+        return (self.rank + self.rope_size) * self.dtype.itemsize
+
+    def in_fp8(self, scales: KVScales) -> LatentKV:
+        """Keys and values are the same numbers: they have the keys' scale."""
+        return replace(self, dtype=torch.float8_e4m3fn, scales=KVScales(scales.key, scales.key))
+
+    def view(self, bytes_LPX: Tensor, page_size: int) -> Tensor:
+        own_LPX = bytes_LPX[..., : self.token_bytes * page_size].view(self.dtype)
+        return own_LPX.view(*own_LPX.shape[:2], 1, page_size, self.rank + self.rope_size)
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On a CPU they take no memory, and no time, before they are first touched; ``torch.zeros`` writes to
     all of them."""

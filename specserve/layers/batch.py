@@ -1,5 +1,5 @@
 """The inputs of one forward pass, and what its layers ask of attention. Shapes: T tokens, N heads (q, then k, then v),
-D head size."""
+D head size, C size of a latent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 from specserve_kernels import HeadNorms
 from torch import Tensor
 
+from specserve.layers.latent import Latent
 from specserve.layers.rotary import Rope
 
 
@@ -42,8 +43,8 @@ class Attend(Protocol):
     """Attention as a layer calls it: normalize heads, rotate q and k, store k and v, attend. Paged when serving, dense
     when training."""
 
-    def __call__(self, ask: GroupedQuery) -> Tensor:
-        """Return ``[T, q heads * D]``. May overwrite ``ask.qkv_TND``."""
+    def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
+        """Return ``[T, q heads * D]``, of latents ``[T, q heads * C]``. May overwrite ``ask.qkv_TND``."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from specserve_kernels import Gate, Routing
 
-from specserve.kv.spec import HeadKV
+from specserve.kv.spec import HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
@@ -33,12 +33,24 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention. ``rank``: size of the latent that a head's keys, of ``key_size``, and values, of
+    ``value_size``, are made of; ``query_rank``: of that of queries, None: they are made of the layer's input. A query
+    and a key have ``head_dim`` rotated channels more."""
+
+    rank: int
+    key_size: int
+    value_size: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
     q and k is normalized before rotation. ``rope``: which of the model's rotary embeddings rotates. ``softmax``: its
     scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and values it attends to, None:
     its own. Without ``v_proj`` its values are its keys before their norm. ``experts``: stand in place of its MLP.
-    ``weights``: how its projections are stored."""
+    ``latent``: its attention is of this kind. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -58,6 +70,7 @@ class LayerConfig:
     reads: int | None = None
     v_proj: bool = True
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     weights: WeightFormat = PLAIN
 
     @classmethod
@@ -71,6 +84,8 @@ class LayerConfig:
         kv_heads = self.num_kv_heads if self.reads is None else 0
         return self.num_heads, kv_heads, kv_heads if self.v_proj else 0
 
-    def kv(self, dtype: torch.dtype) -> HeadKV:
+    def kv(self, dtype: torch.dtype) -> KVSpec:
         """Return the layout of its KV cache."""
+        if self.latent is not None:
+            return LatentKV(self.latent.rank, self.head_dim, dtype)
         return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)

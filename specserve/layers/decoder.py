@@ -16,6 +16,7 @@ from specserve.layers.batch import Attend, GroupedQuery
 from specserve.layers.config import LayerConfig
 from specserve.layers.embedding import Embedding
 from specserve.layers.experts import ExpertsMLP
+from specserve.layers.latent_attention import LatentAttention
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope
 from specserve.layers.weights import Projection
@@ -109,7 +110,7 @@ class MLP(nn.Module):
 
 def reader_of(block: nn.Module) -> Projection | None:
     """Return the projection that alone reads a block's input; None for a block of another kind."""
-    if isinstance(block, Attention):
+    if isinstance(block, Attention | LatentAttention):
         return block.qkv_proj
     return block.gate_up_proj if isinstance(block, MLP) else None
 
@@ -125,7 +126,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.rope = config.rope
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = self.attention_class(config, layer, self.norm_class)
+        kind = self.attention_class if config.latent is None else LatentAttention
+        self.self_attn: Attention | LatentAttention = kind(config, layer, self.norm_class)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         if config.experts is None:
             self.mlp: nn.Module = self.mlp_class(config, layer)

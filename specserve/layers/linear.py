@@ -213,7 +213,7 @@ def quantize_linears(module: nn.Module, quantization: str, leave: Collection[str
         return
     dtype = QUANTIZED[quantization]
     for name, child in list(module.named_modules()):
-        if not isinstance(child, Linear) or child.stacked or name in leave:
+        if not isinstance(child, Linear) or child.stacked or child.kept_plain or name in leave:
             continue
         if not child.weight.is_cpu and child.weight.dtype != torch.float64:
             module.set_submodule(name, QuantizedLinear(child, dtype))
@@ -230,7 +230,7 @@ def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:
     """
     holders = Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
     for name, child in module.named_modules():
-        if isinstance(child, Linear) and not child.stacked and packs(child.weight):
+        if isinstance(child, Linear) and not (child.stacked or child.kept_plain) and packs(child.weight):
             child.pack(keep_weight=holders[id(child.weight)] > 1 or name.endswith(tuple(keep)))
 
 

@@ -79,6 +79,12 @@ class RopeConfig:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         return _mscale(self.factor, 1.0)
 
+    @property
+    def softmax_factor(self) -> float:
+        """The multiplier of scores that latent attention adds."""
+        scaled = self.kind != "default" and self.mscale_all_dim
+        return _mscale(self.factor, self.mscale_all_dim) ** 2 if scaled else 1.0  # type: ignore[arg-type]
+
 
 NO_ROPE = RopeConfig(kind="none")
 NUMBERS = (

@@ -19,10 +19,12 @@ class Projection(nn.Module):
 
     ``parts``: the file's projections that are stacked in this one, with their numbers of outputs. Empty: a single
     projection of the same name. ``stacked``: its rows are weights of several experts, and are never used together.
+    ``kept_plain``: its rows are read in the model's dtype, by ``rows``, at every step, so it is held in that form.
     """
 
     parts: Mapping[str, int]
     stacked: bool = False
+    kept_plain: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -34,30 +34,34 @@ class Glm4MoeModel(PartialModel):
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
         bias, norm = bool(fields.get("attention_bias")), bool(fields.get("use_qk_norm"))
         layer = cls.read_layer(replace(layer, qkv_bias=bias, qk_norm=norm), fields)
-        return with_corrected_experts(layer, fields)
+        return with_experts_in_groups(layer, fields)
 
 
-def with_corrected_experts(layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-    """Repeat a layer, from ``first_k_dense_replace`` on with experts, of which the best by a sigmoid and a correction
-    are chosen within the best groups. DeepSeek-V3, arXiv 2412.19437. Raises ValueError for numbers that do not fit."""
+def with_experts_in_groups(
+    layer: LayerConfig, fields: Mapping[str, Any], corrected: bool = True
+) -> list[LayerConfig]:
+    """Repeat a layer, from ``first_k_dense_replace`` on with experts, of which the best are chosen within the best
+    groups: by a sigmoid and a correction, DeepSeek-V3, arXiv 2412.19437; if not ``corrected`` by a softmax, V2, arXiv
+    2405.04434. Raises ValueError for numbers that do not fit."""
     for name in ("first_k_dense_replace", "n_shared_experts"):
         if type(fields[name]) is not int or fields[name] < 0:
             raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
-    experts, groups, kept = fields["n_routed_experts"], fields["n_group"], fields["topk_group"]
+    experts = fields["n_routed_experts"]
+    groups, kept = fields.get("n_group") or 1, fields.get("topk_group") or 1
     chosen = replace(
         routing(experts, fields),
-        scores="sigmoid",
+        scores="sigmoid" if corrected else "softmax",
         scale=fields["routed_scaling_factor"],
         groups=groups,
         chosen_groups=kept,
-        group_best=min(2, experts // groups),
+        group_best=min(2 if corrected else 1, experts // groups),
     )
     if experts % groups or kept > groups or chosen.chosen > kept * (experts // groups):
         wanted = f"num_experts_per_tok {chosen.chosen} of {experts} experts"
         raise ValueError(f"n_group {groups} and topk_group {kept} do not fit {wanted}")
     size = fields["moe_intermediate_size"]
     shared = fields["n_shared_experts"] * size
-    mine = ExpertsConfig(chosen, size, shared, correction=True, shared_module="shared_experts")
+    mine = ExpertsConfig(chosen, size, shared, correction=corrected, shared_module="shared_experts")
     dense = fields["first_k_dense_replace"]
     return [
         layer if number < dense else replace(layer, experts=mine)

@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
 _OUTER = ("architectures", "tie_word_embeddings")
-_EXPERTS = (
+_COUNTS = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
-    *("n_routed_experts", "n_group", "topk_group"),
+    *("n_routed_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_COUNTS_OR_NULL = (
+    *("max_position_embeddings", "sliding_window", "num_local_experts"),
+    *("n_group", "topk_group", "q_lora_rank"),
 )
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
@@ -65,19 +69,20 @@ def load_model_config(
     if fields.get("use_sliding_window") is False:
         fields["sliding_window"] = None
     check(
-        fields, path, COUNT, "vocab_size", "num_hidden_layers", *(n for n in _EXPERTS if n in model.defaults)
+        fields, path, COUNT, "vocab_size", "num_hidden_layers", *(n for n in _COUNTS if n in model.defaults)
     )
-    check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window", "num_local_experts")
+    check(fields, path, COUNT.or_null, *_COUNTS_OR_NULL)
     check(fields, path, NUMBER, *(name for name in _POSITIVE if name in model.defaults))
     check(fields, path, NUMBER.or_null, "final_logit_softcapping")
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
     layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
+    ropes = model.read_ropes(fields, path)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         layers=_layers(model, layer, fields, path),
-        ropes=model.read_ropes(fields, path),
+        ropes=ropes,
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
         eos_token_ids=tuple(token for token in ends if 0 <= token < vocab_size),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from specserve_kernels import KVScales
 
-from specserve.attention import ATTENTION, AttentionBackend
+from specserve.attention import attention_for
 from specserve.attention.torch import LANES
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.choices import DUMMY
@@ -302,7 +302,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     if config.max_total_tokens is None:
         check_context(config, pool_config.layout.longest(pages - 1, longest))
     phase.enter("making the KV pool")
-    attention = _attention(config, pool_config)
+    attention = attention_for(config.attention_backend, pool_config)
     state = DecodeState(
         slots=config.max_running_requests,
         positions=positions,
@@ -394,19 +394,6 @@ def _pool(config: PoolConfig, pages: int, device: torch.device, context_length: 
             )
             log.info(words, use.full_contexts, context_length, use.longest_request)
     return pool
-
-
-def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
-    """Return the attention backend. Raises ValueError naming one that serves all layers if the chosen one does not."""
-    attention = ATTENTION[config.attention_backend](pool.page_size, pool.dtype)
-    for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
-        for spec in specs:
-            if reasons := attention.unsupported(spec, pool.page_size):
-                raise ValueError(
-                    f"--attention-backend {attention.name} cannot serve the {whose}'s {spec}: "
-                    f"{'; '.join(reasons)}; use torch, which serves all, without CUDA graphs"
-                )
-    return attention
 
 
 def create_drafter(config: EngineConfig, target: TargetModel) -> Drafter:

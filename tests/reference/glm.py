@@ -1,4 +1,4 @@
-"""Random tiny GLM-4.5 targets with a layer for multi-token prediction, made and saved by transformers."""
+"""Random tiny targets with a layer for multi-token prediction of DeepSeek's kind, made and saved by transformers."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
-from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
 from .doubles import float32_means_float64
 from .gemma4 import draw_weights
@@ -24,12 +23,12 @@ SIZES: dict[str, Any] = {
 
 
 @torch.no_grad()
-def make_glm(path: Path, *, agree: bool = False, **fields: Any) -> Path:
+def make_glm(path: Path, *, agree: bool = False, family: str = "Glm4Moe", **fields: Any) -> Path:
     """``agree``: no layer adds much to the token's embedding, so that drafts often say what the target says."""
-    config = transformers.Glm4MoeConfig(**{**SIZES, **fields})
-    count = config.num_hidden_layers
-    config.num_hidden_layers = count + 1  # the last is the draft's
-    model = transformers.Glm4MoeForCausalLM(config)
+    count = SIZES["num_hidden_layers"]
+    all_fields = {**SIZES, **fields, "num_hidden_layers": count + 1}  # the last is the draft's
+    config = getattr(transformers, f"{family}Config")(**all_fields)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     draw_weights(model)
     for name, weight in model.named_parameters():
         if agree and name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
@@ -47,7 +46,10 @@ def make_glm(path: Path, *, agree: bool = False, **fields: Any) -> Path:
         f"{last}embed_tokens.weight": state["model.embed_tokens.weight"],
         f"{last}shared_head.head.weight": state["lm_head.weight"],
     }
-    return save_checkpoint(path, state, {**written, "num_hidden_layers": count}, safetensors=True)
+    written |= {"num_hidden_layers": count, "num_nextn_predict_layers": 1}
+    if "mlp_layer_types" in written:
+        written["mlp_layer_types"].pop()
+    return save_checkpoint(path, state, written, safetensors=True)
 
 
 @cache
@@ -55,17 +57,20 @@ def _loaded(path: Path) -> tuple[Any, MtpLayer]:
     """The target, and the layer that drafts."""
     state, config = load_checkpoint(path)
     count = config["num_hidden_layers"]
-    model: Any = transformers.Glm4MoeForCausalLM.from_pretrained(
+    more = {"mlp_layer_types": [*config["mlp_layer_types"], "sparse"]} if "mlp_layer_types" in config else {}
+    model: Any = getattr(transformers, config["architectures"][0]).from_pretrained(
         path,
         dtype=torch.float64,
         attn_implementation="eager",
         experts_implementation="eager",
         num_hidden_layers=count + 1,
+        **more,
     )
     with float32_means_float64():
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    draft = MtpLayer(model.config, glm.Glm4MoeDecoderLayer, glm.Glm4MoeRMSNorm, count).double().eval()
-    draft.mtp_block = model.model.layers.pop(count)
+    block, norm = model.model.layers.pop(count), type(model.model.norm)
+    draft = MtpLayer(model.config, type(block), norm, count).double().eval()
+    draft.mtp_block = block
     assert draft.post_norm is not None
     modules = {"enorm": draft.enorm, "hnorm": draft.hnorm, "eh_proj": draft.eh_proj}
     for name, module in {**modules, "shared_head.norm": draft.post_norm}.items():

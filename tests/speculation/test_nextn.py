@@ -1,4 +1,4 @@
-"""Multi-token prediction of DeepSeek's kind, in GLM's checkpoints: drafts are those of transformers' layer."""
+"""Multi-token prediction of DeepSeek's kind, in checkpoints of both: drafts are those of transformers' layer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from tests.reference.glm import make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.quantized import quantize
 from tests.speculation.methods import PROMPT, check_accepted, check_drafts, each_with_both, scheduler_of
+from tests.test_latent import GROUPS
+from tests.test_more_targets import MLA
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 SHAPES: list[Shape] = [(3, 1, 4), (3, 2, 7)]
 MAKES: dict[str, dict[str, Any]] = {
     "air": {"use_qk_norm": False},
     "groups": {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
+    "deepseek v3": {"family": "DeepseekV3", **MLA, **GROUPS},
+    "glm 4.7 flash": {"family": "Glm4MoeLite", **MLA, "num_key_value_heads": 4},
 }
 
 

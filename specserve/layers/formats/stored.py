@@ -125,10 +125,10 @@ class StoredProjection(Projection):
             served = on_gpu(self._device) and self._dtype != torch.float64
         else:
             served = multiplies_integers(self._device, self._dtype) and (self.stacked or not packed.floats)
-        if not served:
+        if not served or self.kept_plain:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
             self.plain.rounding = FP8 if is_fp8 else None
-            self.plain.stacked = self.stacked
+            self.plain.stacked, self.plain.kept_plain = self.stacked, self.kept_plain
             return
         held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
         for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import DecoderLayer
+from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
@@ -256,7 +256,7 @@ class BlockHead(DraftModule):
     def project_kv(self, past_TH: Tensor) -> list[tuple[Tensor, HeadNorms | None]]:
         """Return each layer's keys and values of the text ``[T, 2 * kv heads, D]``, neither normalized nor rotated, and
         their norms."""
-        attentions = (layer.self_attn for layer in self._decoders)
+        attentions = [layer.self_attn for layer in self._decoders if isinstance(layer.self_attn, Attention)]
         return [attention.project_kv(past_TH) for attention in attentions]
 
     def forward(self, roots_B: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specserve_kernels import GROUP, HeadNorms, Rounded, pair_inputs, pair_inputs_rounded
+from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import DecoderLayer, reader_of
+from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.embedding import Embedding
+from specserve.layers.latent import Projected
+from specserve.layers.latent_attention import LatentAttention
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
@@ -80,7 +82,8 @@ class LayerHead(DraftModule):
         """Add the decoder layer, without its input norm, to run as pool layer ``layer``."""
         config = self.config.layer
         made = self.config.layer_class(config, layer)
-        self.self_attn, self.mlp = made.self_attn, made.mlp
+        self.self_attn: Attention | LatentAttention = made.self_attn
+        self.mlp = made.mlp
         self.post_attention_layernorm = made.post_attention_layernorm
         table = rope_table(self.config.rope, config.head_dim, max_positions)
         self.register_buffer("rope_P2D", table, persistent=False)
@@ -174,9 +177,6 @@ class LayerHead(DraftModule):
         """The output head, unless it is its own and all its rows are used."""
         return () if self._lm_head is None else ("lm_head",)
 
-    def project_kv(
-        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None
-    ) -> tuple[Tensor, HeadNorms | None]:
-        """Return keys and values of the pairs ``[N, 2 * kv heads, D]``, neither normalized nor rotated, and their
-        norms."""
+    def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Projected:
+        """Return what the layer stores of the pairs, neither normalized nor rotated."""
         return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])

@@ -109,4 +109,4 @@ class BlockDrafter(Drafter):
         """Write the entries of tokens at these positions in all layers."""
         rope = Rope(self._head.rope_P2D, position_T)
         for number, projected in enumerate(self._head.project_kv(past_TH)):
-            store_projected(pool, self._layer + number, *projected, rope, slots.pages_GBM, place_T)
+            store_projected(pool, self._layer + number, projected, rope, slots.pages_GBM, place_T)

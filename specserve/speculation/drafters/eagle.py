@@ -145,7 +145,7 @@ class EagleDrafter(Drafter):
         pair's feature is in its own row."""
         projected = self.head.project_kv(tokens_N, features_XH, source_N)
         rope = Rope(self.head.rope_P2D, positions_N)
-        store_projected(pool, self._layer, *projected, rope, slots.pages_GBM, place_N)
+        store_projected(pool, self._layer, projected, rope, slots.pages_GBM, place_N)
 
 
 def _vocabulary(reading: Reading, head: Head, draft: DraftSettings, target: TargetModel) -> Vocabulary | None:

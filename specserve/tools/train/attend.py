@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.layers.batch import GroupedQuery
+from specserve.layers.latent import Latent
 from specserve.layers.rotary import Rope
 from specserve.tools.train.packed_attention import packed_attention
 
@@ -43,6 +44,12 @@ def _rotate(
     return q_TND, k_TKD, v_TKD
 
 
+def _grouped(ask: GroupedQuery | Latent) -> GroupedQuery:
+    if isinstance(ask, Latent):
+        raise ValueError("--model-path: training does not support targets with latent attention")
+    return ask
+
+
 class TestTimeAttend:
     """Training-time test of a one-layer draft: call i is drafting level i at every column at once.
 
@@ -57,7 +64,8 @@ class TestTimeAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, ask: GroupedQuery) -> Tensor:
+    def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
+        ask = _grouped(ask)
         q, k, v = _rotate(ask.qkv_TND, ask.norms, ask.num_kv_heads, ask.rope)
         self.keys.append(k)
         self.values.append(v)
@@ -69,12 +77,14 @@ class TestTimeAttend:
 
 class CausalAttend:
     """Let every token attend to its own document up to itself, as a target does, and a draft at its first level. Raises
-    ValueError for rows longer than a layer's window, for layers without keys and values of their own, and for sinks."""
+    ValueError for rows longer than a layer's window, for layers without keys and values of their own, for sinks, and
+    for latent attention."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
-    def __call__(self, ask: GroupedQuery) -> Tensor:
+    def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
+        ask = _grouped(ask)
         (scale, window), size = (ask.softmax.scale, ask.softmax.window), ask.qkv_TND.shape[-1]
         if not ask.num_kv_heads:
             raise ValueError("--model-path: training does not support layers that share keys and values")
@@ -118,7 +128,8 @@ class BlockAttend:
         own_BQQ = (block_Q[:, None] == block_Q).expand(rows, -1, -1)
         self._seen_BQX = torch.cat([before_BAS.repeat_interleave(size, 1), own_BQQ], 2)
 
-    def __call__(self, ask: GroupedQuery) -> Tensor:
+    def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
+        ask = _grouped(ask)
         q_TND, *own = _rotate(ask.qkv_TND, ask.norms, ask.num_kv_heads, ask.rope)
         rows = len(self._seen_BQX)
 

@@ -87,6 +87,10 @@ def rotary_store_kv(
 
 
 def _rounded(kv_T2ND: Tensor, scales: KVScales) -> Tensor:
-    wide_T2ND = kv_T2ND.to(torch.promote_types(kv_T2ND.dtype, torch.float32))
-    scaled = [part * (1 / scale) for part, scale in zip(wide_T2ND.unbind(1), scales, strict=True)]
-    return torch.stack(scaled, 1).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+    return torch.stack([rounded(*pair) for pair in zip(kv_T2ND.unbind(1), scales, strict=True)], 1)
+
+
+def rounded(x: Tensor, scale: float) -> Tensor:
+    """Return x over the scale as float8_e4m3fn, saturated."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (1 / scale)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
