@@ -31,8 +31,21 @@ _NO_EFFECT = _by_flag({
         "max-seq-len-to-capture", "disable-piecewise-cuda-graph",
     ),
     "steps run as CUDA graphs of fused kernels": (
-        "compilation-config", "num-scheduler-steps", "fp8-gemm-backend", "moe-runner-backend",
-        "disable-flashinfer-autotune", "enable-flashinfer-allreduce-fusion",
+        "compilation-config", "num-scheduler-steps", "fp8-gemm-backend", "disable-flashinfer-autotune",
+        "enable-flashinfer-allreduce-fusion", "enable-two-batch-overlap", "enable-single-batch-overlap", "enable-dbo",
+    ),
+    "how experts are stored decides their kernel": (
+        "moe-runner-backend", "speculative-moe-runner-backend", "moe-backend", "flashinfer-mxfp4-moe-precision",
+        "enable-flashinfer-moe", "enable-flashinfer-cutlass-moe", "enable-flashinfer-trtllm-moe",
+        "enable-triton-kernel-moe", "disable-shared-experts-fusion",
+    ),
+    "each device has all experts": (
+        "enable-expert-parallel", "enable-ep-moe", "enable-deepep-moe", "moe-a2a-backend",
+        "speculative-moe-a2a-backend", "all2all-backend", "deepep-mode", "deepep-config", "moe-dense-tp-size",
+        "elastic-ep-backend", "ep-dispatch-algorithm", "ep-num-redundant-experts", "num-redundant-experts",
+        "init-expert-location", "expert-placement-strategy", "enable-eplb", "eplb-config", "eplb-algorithm",
+        "eplb-rebalance-num-iterations", "eplb-rebalance-layers-per-chunk", "eplb-window-size", "eplb-step-interval",
+        "eplb-min-rebalancing-utilization-threshold", "eplb-log-balancedness",
     ),
     "one setting says which attention there is: --attention-backend": (
         "prefill-attention-backend", "decode-attention-backend", "speculative-attention-mode",
@@ -83,12 +96,17 @@ _NO_EFFECT = _by_flag({
 _ONE_PROCESS = "the model runs in one process on one device"
 _SIZES = _by_flag({
     _ONE_PROCESS: (
-        "data-parallel-size", "dp-size", "dp", "pipeline-parallel-size", "pp-size", "pp", "ep-size", "nnodes"
+        "data-parallel-size", "dp-size", "dp", "pipeline-parallel-size", "pp-size", "pp",
+        "expert-parallel-size", "ep-size", "ep", "nnodes",
     ),
 })  # fmt: skip
 """Those that are taken with 1 alone."""
 _NOT_TAKEN = _SIZES | _by_flag({
-    _ONE_PROCESS: ("distributed-executor-backend", "enable-expert-parallel", "enable-dp-attention"),
+    _ONE_PROCESS: ("distributed-executor-backend", "enable-dp-attention"),
+    "which experts are chosen is not recorded": (
+        "enable-expert-distribution-metrics", "expert-distribution-recorder-mode",
+        "expert-distribution-recorder-buffer-size", "enable-return-routed-experts",
+    ),
     "weights and KV pool stay on the device": ("cpu-offload-gb", "enable-hierarchical-cache"),
     "adapters are not served": ("enable-lora", "lora-paths", "lora-modules"),
     "edit config.json; for a draft use --speculative-draft-config-override": (

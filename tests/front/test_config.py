@@ -37,7 +37,7 @@ LLAMA: Any = SimpleNamespace(
     longest_context=(2048, "max_position_embeddings"),
     dtype="float32",
     vocab_size=100,
-    layers=(SimpleNamespace(head_dim=128, softmax=Softmax()),),
+    layers=(SimpleNamespace(head_dim=128, softmax=Softmax(), latent=None),),
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
 
@@ -241,6 +241,24 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
     assert notes[0] == "--enable-metrics has no effect: metrics are always at /metrics"
 
 
+def test_flags_of_experts() -> None:
+    """Each is told by its name, and a switch does not swallow what follows."""
+    line = "--enable-expert-parallel --enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton --ep-size 1"
+    assert load(f"{line} --port 5").port == 5
+    one, kernel = "each device has all experts", "how experts are stored decides their kernel"
+    assert list(unused(line.split(), {})) == [
+        f"--enable-expert-parallel has no effect: {one}",
+        f"--enable-eplb has no effect: {one}",
+        f"--moe-a2a-backend has no effect: {one}",
+        f"--moe-runner-backend has no effect: {kernel}",
+        "--ep-size has no effect: the model runs in one process on one device",
+    ]
+    with pytest.raises(ValueError, match="--ep: not accepted: the model runs in one process on one device"):
+        load("--ep 2")
+    with pytest.raises(ValueError, match="-metrics: not accepted: which experts are chosen is not recorded"):
+        load("--enable-expert-distribution-metrics")
+
+
 def test_lines_of_other_servers_that_change_nothing(tmp_path: Path) -> None:
     """SGLang's documentation begins with such a file."""
     file = tmp_path / "config.yaml"
@@ -381,7 +399,7 @@ def test_layers_that_the_kernels_do_not_have(
     head_dim: int, window: int | None, why: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    layer = SimpleNamespace(head_dim=head_dim, softmax=Softmax(window=window))
+    layer = SimpleNamespace(head_dim=head_dim, softmax=Softmax(window=window), latent=None)
     odd = SimpleNamespace(**{**vars(LLAMA), "layers": (*LLAMA.layers, layer)})
     found, notes = resolve(Settings(model_path=model), odd)  # type: ignore[arg-type]
     assert (found.attention_backend, found.disable_cuda_graph) == ("torch", True)
