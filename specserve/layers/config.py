@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -11,6 +11,7 @@ from specserve_kernels import Gate, Routing
 from specserve.kv.spec import HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 from specserve.layers.linear import PLAIN
+from specserve.layers.ranks import ONE, Ranks
 from specserve.layers.weights import WeightFormat
 
 
@@ -31,6 +32,12 @@ class ExpertsConfig:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_module: str = "shared_expert"
 
+    def on(self, ranks: Ranks, unit: int) -> Self:
+        """Return this rank's part: of every expert its channels. The router is whole on each rank."""
+        inner = ranks.share(self.inner_size, "the inner size of experts", unit=unit)
+        shared = ranks.share(self.shared_size, "the inner size of the shared expert", unit=unit)
+        return replace(self, inner_size=inner, shared_size=shared)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
@@ -50,7 +57,8 @@ class LayerConfig:
     q and k is normalized before rotation. ``rope``: which of the model's rotary embeddings rotates. ``softmax``: its
     scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and values it attends to, None:
     its own. Without ``v_proj`` its values are its keys before their norm. ``experts``: stand in place of its MLP.
-    ``latent``: its attention is of this kind. ``weights``: how its projections are stored."""
+    ``latent``: its attention is of this kind. ``weights``: how its projections are stored. ``ranks``: which share it
+    out."""
 
     hidden_size: int
     intermediate_size: int
@@ -72,11 +80,27 @@ class LayerConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     weights: WeightFormat = PLAIN
+    ranks: Ranks = field(default=ONE, repr=False, compare=False)
 
     @classmethod
     def of(cls, layer: LayerConfig, **changes: Any) -> Self:
         """Return a copy of this class, whose blocks have more to say, with other values."""
         return cls(**{each.name: getattr(layer, each.name) for each in fields(layer)} | changes)
+
+    def on(self, ranks: Ranks) -> Self:
+        """Return this rank's part: its heads, and its channels of the MLP or of every expert. Raises ValueError naming
+        a size that can't be shared out."""
+        if ranks.count == 1:
+            return self
+        unit = self.weights.unit
+        return replace(
+            self,
+            num_heads=ranks.share(self.num_heads, "num_attention_heads"),
+            num_kv_heads=ranks.share(self.num_kv_heads, "num_key_value_heads", repeat=True),
+            intermediate_size=ranks.share(self.intermediate_size, "intermediate_size", unit=unit),
+            experts=self.experts and self.experts.on(ranks, unit),
+            ranks=ranks,
+        )
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -88,4 +112,4 @@ class LayerConfig:
         """Return the layout of its KV cache."""
         if self.latent is not None:
             return LatentKV(self.latent.rank, self.head_dim, dtype)
-        return HeadKV(self.num_kv_heads, self.head_dim, dtype, window=self.softmax.window)
+        return HeadKV(int(self.num_kv_heads), self.head_dim, dtype, window=self.softmax.window)

@@ -24,7 +24,8 @@ from specserve.layers.weights import Projection
 
 class Attention(nn.Module):
     """Grouped-query attention, which the caller's ``attend`` computes. Like every block, it takes its input and the
-    residual stream, and returns the update and the stream. ``norm``: that of heads; ``normed_values``: without a
+    residual stream, and returns the update and the stream. Each rank has some heads, and the sum over ranks follows
+    ``o_proj``. ``norm``: that of heads; ``normed_values``: without a
     weight, of values too. ``fused``: files have q, k and v as one projection."""
 
     normed_values: ClassVar[bool] = False
@@ -46,6 +47,7 @@ class Attention(nn.Module):
             for heads in config.heads[:2]
         )
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.shares = {"sinks": config.num_heads}
 
     def forward(
         self,
@@ -64,7 +66,7 @@ class Attention(nn.Module):
         attended_TI = attend(ask)
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
-        return self.o_proj(attended_TI), residual_TH
+        return config.ranks.sum(self.o_proj(attended_TI)), residual_TH
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""
@@ -90,8 +92,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated feed-forward with a fused gate and up projection. ``module``: its name in the layer. ``fused``: so are they
-    in files."""
+    """Gated feed-forward with a fused gate and up projection. Each rank has some channels, and the sum over ranks comes
+    after ``down_proj``. ``module``: its name in the layer. ``fused``: so are they in files."""
 
     fused: ClassVar[bool] = False
 
@@ -99,13 +101,14 @@ class MLP(nn.Module):
         super().__init__()
         name, size, inner = f"layers.{layer}.{module}", config.hidden_size, config.intermediate_size
         new = config.weights.projection
-        self.activation = config.activation
-        parts = {"gate_up_proj": 2 * inner} if self.fused else {"gate_proj": inner, "up_proj": inner}
+        self.activation, self.ranks = config.activation, config.ranks
+        parts = {"gate_up_proj": inner + inner} if self.fused else {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = new(name, size, parts, config.mlp_bias)
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.down_proj(self.gate_up_proj.gate_for(self.down_proj, x_TH, self.activation)), residual_TH
+        inner_TI = self.gate_up_proj.gate_for(self.down_proj, x_TH, self.activation)
+        return self.ranks.sum(self.down_proj(inner_TI)), residual_TH
 
 
 def reader_of(block: nn.Module) -> Projection | None:

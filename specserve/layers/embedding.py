@@ -1,23 +1,85 @@
-"""The embedding of tokens. Shapes: T tokens, H hidden size."""
+"""The embedding of tokens, and the output head. Each rank has a part of the vocabulary.
+
+Shapes: T tokens, H hidden size, V vocabulary, R rows of this rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
+from specserve_kernels import Gate, Rounded
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from specserve.layers.linear import Linear, pick_rows
+from specserve.layers.ranks import ONE, Cut, Ranks, ranges_of, whole_of
+from specserve.layers.weights import Projection
 
 
 class Embedding(nn.Embedding):
     """An embedding whose rows are multiplied by ``scale`` when they are looked up."""
 
-    def __init__(self, tokens: int, size: int, scale: float = 1.0) -> None:
-        super().__init__(tokens, size)
-        self.scale = scale
+    def __init__(self, tokens: int, size: int, scale: float = 1.0, ranks: Ranks = ONE) -> None:
+        rows = ranks.vocabulary(tokens)
+        super().__init__(int(rows), size)
+        self.scale, self.ranks = scale, ranks
+        self.shares = {"weight": rows}
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """Return ``[T, H]``."""
-        rows_TH = F.embedding(tokens_T, self.weight)
+        tokens_T, weight_RH = self.table(tokens_T)
+        rows_TH = F.embedding(tokens_T, weight_RH)
         return rows_TH if self.scale == 1 else rows_TH * self.scale
+
+    def table(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a table ``[R, H]`` and which of its rows are the tokens', before ``scale``."""
+        if self.ranks.count == 1:
+            return tokens_T, self.weight
+        ((begin, end),) = ranges_of(self.shares["weight"])
+        own_T = (tokens_T >= begin) & (tokens_T < end)
+        rows_TH = F.embedding(torch.where(own_T, tokens_T - begin, 0), self.weight)
+        found_TH = self.ranks.sum(torch.where(own_T[:, None], rows_TH, 0))
+        return torch.arange(len(tokens_T), device=tokens_T.device), found_TH
+
+    def as_head(self) -> Projection:
+        """Return the head that shares its rows."""
+        head = Linear.of(self.weight)
+        return head if self.ranks.count == 1 else SharedHead(head, self.shares["weight"], self.ranks)
+
+
+class SharedHead(Projection):
+    """An output head of which each rank has some rows, ``own``. It returns the logits of all."""
+
+    def __init__(self, own: Projection, rows: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.own, self.parts = own, own.parts
+        self._size, self._ranks = whole_of(rows), ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    def stored(self) -> list[dict[str, Tensor]]:
+        return self.own.stored()
+
+    def cuts(self) -> list[dict[str, Cut]]:
+        return self.own.cuts()
+
+    def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
+        self.own.load(files)
+
+    def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
+        found_TV = self._ranks.join(self.own(x_TI), self._size)
+        return found_TV if out is None else out.copy_(found_TV)
+
+    def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Copy them from all ranks."""
+        weight_VH, bias_V = (
+            None if each is None else self._ranks.join(each.T, self._size).T for each in self.own.rows(None)
+        )
+        assert weight_VH is not None
+        return (weight_VH, bias_V) if ids_R is None else pick_rows(weight_VH, bias_V, ids_R)
 
 
 def root_scale(size: int) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.formats.stored import Joined, full_name
 from specserve.layers.linear import Linear
+from specserve.layers.ranks import ONE
 
 
 class Router(nn.Module):
@@ -64,7 +65,8 @@ class Experts(nn.Module):
 
 
 class ExpertsMLP(nn.Module):
-    """Adds the outputs of each token's experts, and of the shared one, a ``mlp_class``."""
+    """Adds the outputs of each token's experts, and of the shared one, a ``mlp_class``. Each rank has some channels of
+    every expert, and the sum over ranks comes last."""
 
     def __init__(
         self, config: LayerConfig, layer: int, mlp_class: Callable[[LayerConfig, int, str], nn.Module]
@@ -72,12 +74,12 @@ class ExpertsMLP(nn.Module):
         super().__init__()
         assert config.experts is not None
         mine = config.experts
-        self.activation = config.activation
+        self.activation, self.ranks = config.activation, config.ranks
         self.gate = Router(mine, config.hidden_size)
         self.experts = Experts(config, layer)
         self.shared_expert = self.shared_expert_gate = None
         if mine.shared_size:
-            shared = replace(config, intermediate_size=mine.shared_size)
+            shared = replace(config, intermediate_size=mine.shared_size, ranks=ONE)
             self.shared_expert = mlp_class(shared, layer, f"{mine.module}.{mine.shared_module}")
             if mine.shared_gate:
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
@@ -90,4 +92,5 @@ class ExpertsMLP(nn.Module):
             if self.shared_expert_gate is not None:
                 shared_TH = self.shared_expert_gate(x_TH).sigmoid() * shared_TH
         routes, stacked = self.gate(x_TH), self.experts.stacked
-        return kernels.run_experts(x_TH, routes, stacked, self.activation, shared_TH), residual_TH
+        made_TH = kernels.run_experts(x_TH, routes, stacked, self.activation, shared_TH)
+        return self.ranks.sum(made_TH), residual_TH

@@ -25,7 +25,8 @@ EPS = 1e-6  # of the norms of latents, whatever a config says of others
 
 class LatentAttention(nn.Module):
     """Has the interface of ``decoder.Attention``. Parameters have the names of checkpoints; all that read the layer's
-    input are one projection."""
+    input are one projection. Each rank has some heads, latents are whole on each, and the sum over ranks follows
+    ``o_proj``."""
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class LatentAttention(nn.Module):
         if wanted_W is not None:
             found_TO, residual_TH = found_TO[wanted_W], residual_TH[wanted_W]
         value_TNV = kernels.multiply_heads(found_TO.unflatten(-1, (heads, -1)), value_NVC)
-        return self.o_proj(value_TNV.flatten(1)), residual_TH
+        return self.config.ranks.sum(self.o_proj(value_TNV.flatten(1))), residual_TH
 
     def project_kv(self, x_TI: Tensor | Rounded) -> LatentRows:
         """Return only what is stored."""

@@ -34,6 +34,7 @@ from specserve_kernels import (
 )
 from torch import Tensor, nn
 
+from specserve.layers.ranks import Cut, cut_of, whole_of
 from specserve.layers.weights import Projection, WeightFormat
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
@@ -64,6 +65,10 @@ class Linear(Projection, nn.Linear):
     packed: Tensor | None = None
     rounding: torch.dtype | None = None
 
+    @property
+    def inputs(self) -> int:
+        return self.in_features
+
     @classmethod
     def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         """Make a projection that shares another's weights."""
@@ -77,6 +82,17 @@ class Linear(Projection, nn.Linear):
         sizes = [*self.parts.values()] or [self.out_features]
         pieces = {name: p.detach().split(sizes) for name, p in self.named_parameters()}
         return [{name: piece[i] for name, piece in pieces.items()} for i in range(len(sizes))]
+
+    def cuts(self) -> list[dict[str, Cut]]:
+        inputs, found = self.inputs, list[dict[str, Cut]]()
+        for outputs, part in zip(self.parts.values() or [self.out_features], self.stored(), strict=True):
+            sizes = {"weight": (whole_of(outputs), whole_of(inputs)), "bias": (whole_of(outputs),)}
+            whole = {name: torch.empty(sizes[name], device="meta") for name in part}
+            cuts = {
+                name: cut_of(whole[name], whole[name], each, outputs, inputs) for name, each in part.items()
+            }
+            found.append({name: cut for name, cut in cuts.items() if cut is not None})
+        return found
 
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         x_TI = self._read(x_TI)
@@ -130,7 +146,7 @@ class PlainWeights(WeightFormat):
     """The format of a checkpoint without ``quantization_config``."""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Linear:
-        made = Linear(inputs, sum(parts.values()), bias=bias)
+        made = Linear(inputs, int(sum(parts.values())), bias=bias)
         made.parts = parts
         return made
 

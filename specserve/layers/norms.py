@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
     def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
         """Return the norm of the tokens' embeddings, and the embeddings."""
         if embedding.scale == 1:
-            return embed_rms_norm(tokens_T, embedding.weight, self.weight, self.eps)
+            return embed_rms_norm(*embedding.table(tokens_T), self.weight, self.eps)
         embedded_TH = embedding(tokens_T)
         return self(embedded_TH), embedded_TH
 

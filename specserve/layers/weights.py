@@ -13,6 +13,8 @@ import torch
 from specserve_kernels import Gate, Packed, Rounded
 from torch import Tensor, nn
 
+from specserve.layers.ranks import Cut
+
 
 class Projection(nn.Module):
     """``x @ weight.T + bias`` in one weight format; the base class of all formats.
@@ -34,6 +36,11 @@ class Projection(nn.Module):
         """Return the tensors that a file holds for each part, by the last part of their names: views of the parameters,
         or on ``meta`` if they are not kept as they are."""
         raise NotImplementedError
+
+    def cuts(self) -> list[dict[str, Cut]]:
+        """Return for each part which tensors of ``stored`` are a part of a file's, and which: none in a format whose
+        sizes can't be ``Share``."""
+        return [{} for _ in self.parts or [None]]
 
     def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
         """Take the tensors of ``stored`` from a file. They may be mapped from it, and floats may have another dtype.
@@ -87,12 +94,17 @@ class WeightFormat:
     unread: tuple[str, ...] = ()
 
     @property
+    def unit(self) -> int:
+        """At multiples of how many inputs ranks can cut its weights."""
+        return 1
+
+    @property
     def words(self) -> str:
         return ""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         """Make a projection whose weights are not loaded yet. ``name``: its module in files, without ``model.``;
-        ``parts`` as in ``Projection``, but never empty."""
+        ``parts`` as in ``Projection``, but never empty. Either the parts' sizes or ``inputs`` may be a ``Share``."""
         raise NotImplementedError
 
 

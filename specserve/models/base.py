@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from specserve.layers.batch import TokenBatch
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.embedding import Embedding
-from specserve.layers.linear import Linear
+from specserve.layers.embedding import Embedding, SharedHead
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.config import ACTIVATIONS, ModelConfig, rope_config
@@ -63,15 +62,17 @@ class TargetModel(nn.Module):
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, self.embedding_scale(config))
+        tokens, ranks = config.vocab_size, config.ranks
+        self.embed_tokens = Embedding(tokens, config.hidden_size, self.embedding_scale(config), ranks)
         self.layers = nn.ModuleList(self.layer_class(layer, i) for i, layer in enumerate(config.layers))
         self.norm = self.layer_class.norm_class(config.hidden_size, config.layers[-1].rms_norm_eps)
         self.lm_head: Projection
         if config.tie_word_embeddings:
-            self.lm_head = Linear.of(self.embed_tokens.weight)
+            self.lm_head = self.embed_tokens.as_head()
         else:
-            head = {"lm_head": config.vocab_size}
-            self.lm_head = config.weights.projection("", config.hidden_size, head, bias=False)
+            head = {"lm_head": (rows := ranks.vocabulary(tokens))}
+            own = config.weights.projection("", config.hidden_size, head, bias=False)
+            self.lm_head = own if ranks.count == 1 else SharedHead(own, rows, ranks)
         self.max_positions = max_positions  # that a slot may have
         sizes = {layer.rope: layer.head_dim for layer in config.layers}
         for number, size in sizes.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specserve.layers.formats.fp8 import KV_SCALES
+from specserve.layers.ranks import ONE, Along, Cut, Ranks, Share
 from specserve.layers.weights import FLOATS, Projection
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, read_json
@@ -47,6 +48,7 @@ class _Stored:
     path: str
     module: nn.Module
     parts: list[dict[str, Tensor]]
+    cuts: Mapping[str, Cut]  # of those that ranks share
 
     def load(self, files: TensorFiles, rename: Callable[[str], str], inference: bool) -> int:
         """Fill them and return the bytes read. Sets PyTorch's modes, because each thread has its own. On ``meta`` only
@@ -57,7 +59,9 @@ class _Stored:
             for name, target in part.items():
                 each = target
                 if not (self.on_meta and target.is_meta):
-                    each = files.fill(rename(name), target, self.module)
+                    each = files.fill(rename(name), target, self.module, self.cuts.get(name))
+                    if name.endswith(".bias") and self._summed_later:
+                        each = torch.zeros_like(each)
                 found[-1][name.rpartition(".")[2]] = each
                 size += each.nbytes
         with torch.no_grad(), torch.inference_mode(inference):
@@ -72,6 +76,12 @@ class _Stored:
                 for name, target in self.parts[0].items():
                     target.copy_(found[0][name.rpartition(".")[2]])
         return 0 if self.on_meta else size
+
+    @property
+    def _summed_later(self) -> bool:
+        """Whether this is not the first of the ranks whose sum the bias is added to once."""
+        inputs = getattr(self.module, "inputs", None)
+        return isinstance(inputs, Share) and inputs.ranges[0][0] > 0
 
     @property
     def on_meta(self) -> bool:
@@ -92,8 +102,26 @@ def _stored(module: nn.Module) -> Iterator[_Stored]:
             outside, _, name = path.rpartition(".")
             parts = [_join(outside, part) for part in child.parts or [name]]
             stored = zip(parts, child.stored(), strict=True)
+        stored = list(stored)
+        cuts = child.cuts() if isinstance(child, Projection) else [_cuts(own, getattr(child, "shares", {}))]
         named = [{_join(at, kind): each.detach() for kind, each in found.items()} for at, found in stored]
-        yield _Stored(path, child, named)
+        places = [at for at, _ in stored]
+        cut = {
+            _join(at, kind): each
+            for at, found in zip(places, cuts, strict=True)
+            for kind, each in found.items()
+        }
+        yield _Stored(path, child, named, cut)
+
+
+def _cuts(own: Mapping[str, Tensor], shares: Mapping[str, int]) -> dict[str, Cut]:
+    """Return the cuts of tensors whose first dimensions are ``shares``."""
+    found = {}
+    for name, size in shares.items():
+        if name in own and isinstance(size, Share):
+            shape = size.whole, *own[name].shape[1:]
+            found[name] = Cut(shape, (Along(size.ranges), *[None] * (len(shape) - 1)))
+    return found
 
 
 def _join(*names: str) -> str:
@@ -113,7 +141,7 @@ def load_parameters(
     for each in stored:
         for name, target in itertools.chain.from_iterable(part.items() for part in each.parts):
             if not (each.on_meta and target.is_meta):
-                files.check(rename(name), target)
+                files.check(rename(name), target, each.cuts.get(name))
     begin = time.perf_counter()
     with ThreadPoolExecutor(READERS, "weights") as readers:
         run = map if all(each.on_meta for each in stored) else readers.map
@@ -160,9 +188,10 @@ def load_target(
     device: torch.device,
     max_positions: int | None = None,
     config: ModelConfig | None = None,
+    ranks: Ranks = ONE,
 ) -> TargetModel:
-    """Load a target model from a Hugging Face directory. ``config`` replaces the directory's. Raises ValueError naming
-    what does not fit."""
+    """Load a target model, or a rank's part of it, from a Hugging Face directory. ``config`` replaces the directory's.
+    Raises ValueError naming what does not fit."""
     config = config or load_model_config(model_path)
     if config.random is None:
         files = TensorFiles(model_path)
@@ -172,7 +201,7 @@ def load_target(
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
         try:
-            model = model_class(config.architecture, model_path)(config, positions)
+            model = model_class(config.architecture, model_path)(config.on(ranks), positions)
         except ValueError as error:
             raise ValueError(f"{model_path}: {error}") from None
     stored = {

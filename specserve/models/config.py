@@ -15,6 +15,7 @@ from specserve_kernels import Gate
 from specserve.kv.spec import KVSpec
 from specserve.layers.config import LayerConfig
 from specserve.layers.linear import PLAIN
+from specserve.layers.ranks import ONE, Ranks, whole_of
 from specserve.layers.rotary import RopeConfig
 from specserve.layers.weights import WeightFormat
 
@@ -54,6 +55,11 @@ class ModelConfig:
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
     notes: tuple[str, ...] = field(default=(), repr=False)
+    ranks: Ranks = field(default=ONE, repr=False, compare=False)
+
+    def on(self, ranks: Ranks) -> ModelConfig:
+        """Return a rank's part. Raises ValueError naming a size that can't be shared out."""
+        return replace(self, ranks=ranks, layers=tuple(layer.on(ranks) for layer in self.layers))
 
     def with_weights(self, weights: WeightFormat) -> ModelConfig:
         """Return a copy with another weight format in all layers."""
@@ -73,7 +79,8 @@ class ModelConfig:
         """The geometry that a draft's layer has if nothing else is said: Llama's layer with plain weights, in the sizes
         of the last one that stores keys and values, with its biases and norms of heads."""
         last = self.layers[self.kv_layers - 1]
-        return LayerConfig(**{name: getattr(last, name) for name in _LLAMA})
+        sizes: dict[str, Any] = {name: whole_of(getattr(last, name)) for name in _LLAMA}
+        return LayerConfig(**sizes)
 
     @property
     def rope(self) -> RopeConfig:

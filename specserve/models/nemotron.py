@@ -27,7 +27,7 @@ class UngatedMLP(MLP):
         self.gate_up_proj = config.weights.projection(name, config.hidden_size, up, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.down_proj(self.activated(self.gate_up_proj(x_TH))), residual_TH
+        return self.ranks.sum(self.down_proj(self.activated(self.gate_up_proj(x_TH)))), residual_TH
 
     def activated(self, up_TI: Tensor) -> Tensor:
         return up_TI.relu_().square_()

@@ -16,6 +16,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm, WideRMSNorm
+from specserve.layers.ranks import FLAG
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
@@ -26,6 +27,8 @@ class OlmoAttention(Attention):
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__(config, layer, norm)
+        if config.ranks.count > 1:
+            raise ValueError(f"{FLAG} must be 1: the norms of all heads together need them on one rank")
         q, k, _ = (heads * config.head_dim for heads in config.heads)
         self.q_norm, self.k_norm = norm(q, config.rms_norm_eps), norm(k, config.rms_norm_eps)
 

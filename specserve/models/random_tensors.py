@@ -7,7 +7,7 @@ a part of a tensor is that part of the whole.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import log2, sqrt
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specserve.layers.formats import read_format
 from specserve.layers.formats.stored import ExcludedError, StoredProjection
+from specserve.layers.ranks import Cut, whole_of
 from specserve.layers.weights import Dtypes, Projection, WeightFormat
 from specserve.models.tensor_files import Header, TensorFiles
 
@@ -64,38 +65,41 @@ class RandomTensors(TensorFiles):
         """Return the offsets of a draft vocabulary, which then has the first ids."""
         return torch.zeros(self.header(name).shape, dtype=torch.int64)
 
-    def check(self, name: str, target: Tensor) -> None:
+    def check(self, name: str, target: Tensor, cut: Cut | None = None) -> None:
         """Accept every parameter."""
 
-    def fill(self, name: str, target: Tensor, module: nn.Module) -> Tensor:
+    def fill(self, name: str, target: Tensor, module: nn.Module, cut: Cut | None = None) -> Tensor:
         """Draw a tensor on the device of its module, so that outputs are about as large as inputs."""
         device = module.device if target.is_meta and isinstance(module, Projection) else target.device
         shape, dtype, (*path, kind) = target.shape, target.dtype, name.split(".")
         if kind in _INDICES:  # all negative: groups are contiguous
             return torch.full(shape, -1, dtype=dtype, device=device)
         gain = _GAINS.get(path[-1], 1.0) if path else 1.0
-        spread = _SPREAD if len(shape) < 2 else gain * shape[-1] ** -0.5
+        spread = _SPREAD if len(shape) < 2 else gain * (cut or target).shape[-1] ** -0.5
         if isinstance(module, StoredProjection):
             bits: int = getattr(module.layout, "bits", 8)
             integers = 2**bits / sqrt(12)  # standard deviation of what random bits mean
             if kind.endswith(("qzeros", "zero_point")):
                 return torch.full(shape, _ZEROS[bits], dtype=dtype, device=device)
             if "scale" in kind:
-                scale = gain * module.inputs**-0.5 / integers
+                scale = gain * whole_of(module.inputs) ** -0.5 / integers
                 scale = scale if dtype.is_floating_point else round(log2(scale)) + 127  # of mxfp4
                 return torch.full(shape, scale, dtype=dtype, device=device)
             spread = integers if dtype.itemsize == 1 else spread
         out = torch.empty(shape, dtype=dtype, device=device)
-        return draw(self._owner + name, out, spread, len(shape) < 2 and kind != "bias")
+        return draw(self._owner + name, out, spread, len(shape) < 2 and kind != "bias", cut)
 
 
-def draw(name: str, out: Tensor, spread: float, mean: float = 0.0) -> Tensor:
-    """Fill a contiguous tensor: floats of a uniform distribution with this mean and standard deviation, integers of
-    random bits. Return it."""
+def draw(name: str, out: Tensor, spread: float, mean: float = 0.0, cut: Cut | None = None) -> Tensor:
+    """Fill a contiguous tensor, the whole or a part: floats of a uniform distribution with this mean and standard
+    deviation, integers of random bits. Return it."""
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
     for number, part_N in enumerate(out.view(-1).split(_CHUNK)):
         start = number * _CHUNK
-        bits_N = torch.arange(start, start + len(part_N), device=out.device).mul_(_signed(_GOLDEN)).add_(key)
+        place_N = torch.arange(start, start + len(part_N), device=out.device)
+        if cut is not None:
+            place_N = _in_whole(place_N, out.shape, cut)
+        bits_N = place_N.mul_(_signed(_GOLDEN)).add_(key)
         for shift, factor in _MIX:
             bits_N.bitwise_xor_(bits_N >> shift).mul_(_signed(factor))
         if out.is_floating_point():
@@ -103,6 +107,16 @@ def draw(name: str, out: Tensor, spread: float, mean: float = 0.0) -> Tensor:
         else:
             part_N.copy_(bits_N >> (64 - 8 * out.itemsize))
     return out
+
+
+def _in_whole(place_N: Tensor, shape: Sequence[int], cut: Cut) -> Tensor:
+    """Return the places in the whole of places in a part of this shape."""
+    found_N, stride = torch.zeros_like(place_N), 1
+    for size, whole, along in zip(reversed(shape), reversed(cut.shape), reversed(cut.along), strict=True):
+        at_N = place_N % size
+        found_N += stride * (at_N if along is None else along.places.to(place_N.device)[at_N])
+        place_N, stride = place_N // size, stride * whole
+    return found_N
 
 
 def _signed(word: int) -> int:

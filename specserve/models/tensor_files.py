@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from specserve.layers.ranks import Cut
 from specserve.layers.weights import FLOATS
 from specserve.models.config import read_json
 
@@ -171,26 +172,34 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> Tensor:
         file, stored = self.file(name), self._files[name][1]
-        if (part := self._parts.get(name)) is not None:
-            pickled = file in self._pickled
-            return part.of(
-                self._pickled[file][stored] if pickled else _open_safetensors(file).get_slice(stored)
-            )
-        if file in self._pickled:
-            return self._pickled[file][stored]
-        found = _open_safetensors(file).get_tensor(stored)
+        if name in self._parts or file in self._pickled:
+            found = self._reader(name)
+        else:
+            found = _open_safetensors(file).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
 
-    def check(self, name: str, target: Tensor) -> None:
-        """Raise ValueError naming the file if there is no tensor ``name`` that fits a parameter's ``target``."""
+    def _reader(self, name: str) -> Any:
+        """Return the tensor, or an object that reads parts of it."""
+        file, stored = self.file(name), self._files[name][1]
+        found = (
+            self._pickled[file][stored]
+            if file in self._pickled
+            else _open_safetensors(file).get_slice(stored)
+        )
+        return self._parts[name].of(found) if name in self._parts else found
+
+    def check(self, name: str, target: Tensor, cut: Cut | None = None) -> None:
+        """Raise ValueError naming the file if there is no tensor ``name`` of which a parameter's ``target`` can be the
+        whole, or the part that ``cut`` says."""
+        wanted = target.shape if cut is None else cut.shape
         if name not in self:
-            wanted = f"expected in {self.where}, of shape {list(target.shape)}"
-            raise ValueError(f"{self.path} has no tensor {name}: {wanted}")
+            where = f"expected in {self.where}, of shape {list(wanted)}"
+            raise ValueError(f"{self.path} has no tensor {name}: {where}")
         found = self.header(name)
-        fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
-        if not fits and not math.prod(found.shape) == target.numel() == 1:
-            shapes = f"{list(found.shape)}, expected {list(target.shape)}"
+        fits = found.shape == wanted or (*found.shape, 1) == wanted  # a scale an output as [O]
+        if not fits and not math.prod(found.shape) == math.prod(wanted) == 1:
+            shapes = f"{list(found.shape)}, expected {list(wanted)}"
             raise ValueError(f"{self.file(name)}: tensor {name} has shape {shapes}")
         accepted = FLOATS.values() if target.dtype in FLOATS.values() else [target.dtype]
         accepted = [torch.int32, torch.int64] if name.endswith("g_idx") else accepted
@@ -198,9 +207,12 @@ class TensorFiles:
             dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
             raise ValueError(f"{self.file(name)}: tensor {name} has dtype {dtypes}")
 
-    def fill(self, name: str, target: Tensor, module: nn.Module) -> Tensor:
-        """Return the tensor ``name`` in the shape of ``target``, which ``module`` takes."""
-        return self[name].view(target.shape)
+    def fill(self, name: str, target: Tensor, module: nn.Module, cut: Cut | None = None) -> Tensor:
+        """Return the tensor ``name``, or a part of it, in the shape of ``target``, which ``module`` takes."""
+        if cut is None:
+            return self[name].view(target.shape)
+        in_file = cut._replace(along=cut.along[: len(self.header(name).shape)])  # a scale an output as [O]
+        return in_file.read(self._reader(name)).reshape(target.shape)
 
 
 def weight_files(path: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from specserve.layers.formats.fp8 import named_by
 from specserve.layers.formats.stored import (
+    LEAST_GROUP,
     StoredWeights,
+    check_cuts,
     check_left_out,
     modules_with,
     moved,
     one_of,
+    smaller_groups,
     stored_weights,
     texts,
 )
@@ -46,6 +49,7 @@ class AwqLayout:
 
     group: int
     scales: torch.dtype = torch.float16
+    split: int = 1
     bits: ClassVar[int] = 4
 
     @property
@@ -59,6 +63,11 @@ class AwqLayout:
             "qzeros": int32(groups, words),
             "scales": torch.empty(groups, outputs, dtype=self.scales),
         }
+
+    def fitted(self, outputs: int, inputs: int) -> AwqLayout:
+        check_cuts(outputs, inputs, 8, LEAST_GROUP if self.group else 1)
+        group, split = smaller_groups(self.group, inputs)
+        return replace(self, group=group, split=self.split * split)
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         values_OI, zero_OG = (_in_order(moved(stored[name], device)).T for name in ("qweight", "qzeros"))

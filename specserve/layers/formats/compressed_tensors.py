@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from specserve_kernels import Numbers
@@ -73,6 +73,7 @@ class Int8Layout:
     """``weight`` int8 ``[O, I]`` and ``weight_scale`` ``[O, 1]``, or a single scale if ``per_tensor``."""
 
     per_tensor: bool
+    split: ClassVar[int] = 1
 
     @property
     def words(self) -> str:
@@ -81,6 +82,9 @@ class Int8Layout:
     def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         scale = torch.empty(() if self.per_tensor else (outputs, 1), dtype=torch.float32)
         return {"weight": torch.empty(outputs, inputs, dtype=torch.int8), "weight_scale": scale}
+
+    def fitted(self, outputs: int, inputs: int) -> Int8Layout:
+        return self
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         weight_OI = moved(stored["weight"], device)

@@ -8,7 +8,7 @@ Scales of activations (``input_scale``, ``activation_scale``) are not used: see 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,12 @@ from torch import Tensor
 from specserve.layers.formats.stored import (
     Layout,
     StoredWeights,
+    check_cuts,
     check_left_out,
     modules_with,
     moved,
     one_of,
+    smaller_groups,
     stored_weights,
     texts,
 )
@@ -38,6 +40,7 @@ class Fp8Layout:
 
     scale: str
     block: tuple[int, int]
+    split: int = 1
 
     @property
     def words(self) -> str:
@@ -50,6 +53,11 @@ class Fp8Layout:
         shape = (-(-outputs // (rows or outputs)), -(-inputs // (group or inputs)))
         scale = torch.empty(shape if rows else (), dtype=torch.float32)
         return {"weight": torch.empty(outputs, inputs, dtype=FP8), self.scale: scale}
+
+    def fitted(self, outputs: int, inputs: int) -> Fp8Layout:
+        check_cuts(outputs, inputs, 1, min(BLOCK_INPUTS) if self.block[1] else 1)
+        (rows, more), (group, also) = map(smaller_groups, self.block, (outputs, inputs))
+        return replace(self, block=(rows, group), split=self.split * more * also)
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         (rows, group), weight_OI = self.block, moved(stored["weight"], device)

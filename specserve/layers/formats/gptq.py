@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from specserve_kernels import Numbers
 from torch import Tensor
 
 from specserve.layers.formats.stored import (
+    LEAST_GROUP,
     StoredWeights,
+    check_cuts,
     check_left_out,
     full_name,
     matches,
     modules_with,
     moved,
     one_of,
+    smaller_groups,
     stored_weights,
     text_name,
     texts,
@@ -58,6 +61,7 @@ class GptqLayout:
     biased: bool
     zeros: bool = True
     scales: torch.dtype = torch.float16
+    split: int = 1
 
     @property
     def words(self) -> str:
@@ -76,6 +80,12 @@ class GptqLayout:
         if self.biased:
             found["bias"] = torch.empty(outputs)
         return found
+
+    def fitted(self, outputs: int, inputs: int) -> GptqLayout:
+        word = 32 // self.bits
+        check_cuts(outputs, inputs, word if self.zeros else 1, LEAST_GROUP if self.group else word)
+        group, split = smaller_groups(self.group, inputs)
+        return replace(self, group=group, split=self.split * split)
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         values_OI, zero_OG = unpack_words(moved(stored["qweight"], device).T, self.bits), None

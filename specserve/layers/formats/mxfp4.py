@@ -19,6 +19,7 @@ from specserve.layers.formats.fp8 import named_by
 from specserve.layers.formats.stored import (
     Layout,
     StoredWeights,
+    check_cuts,
     check_left_out,
     modules_with,
     moved,
@@ -34,6 +35,8 @@ _BIAS = 127
 @dataclass(frozen=True, slots=True)
 class Mxfp4Layout:
     bits: ClassVar[int] = 4
+    group: ClassVar[int] = GROUP
+    split: ClassVar[int] = 1
 
     @property
     def words(self) -> str:
@@ -44,6 +47,10 @@ class Mxfp4Layout:
             raise ValueError(f"floats of 4 bits need a multiple of {GROUP} inputs, found {inputs}")
         blocks = torch.empty(outputs, inputs // GROUP, GROUP // 2, dtype=torch.uint8)
         return {"blocks": blocks, "scales": torch.empty(blocks.shape[:2], dtype=torch.uint8)}
+
+    def fitted(self, outputs: int, inputs: int) -> Mxfp4Layout:
+        check_cuts(outputs, inputs, 1, GROUP)
+        return self
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         bytes_OX = moved(stored["blocks"], device).flatten(1)

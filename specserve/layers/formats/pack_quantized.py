@@ -9,13 +9,13 @@ and I.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 
-from specserve.layers.formats.stored import moved
+from specserve.layers.formats.stored import LEAST_GROUP, check_cuts, moved, smaller_groups
 from specserve.layers.formats.words import index, int32, numbers_of, packed_size, unpack_words, words_of
 
 
@@ -29,6 +29,7 @@ class PackQuantizedLayout:
     symmetric: bool
     indexed: bool = False
     scales: torch.dtype = torch.bfloat16
+    split: int = 1
 
     @property
     def words(self) -> str:
@@ -45,6 +46,12 @@ class PackQuantizedLayout:
         if self.indexed:
             found["weight_g_idx"] = index(inputs)
         return found
+
+    def fitted(self, outputs: int, inputs: int) -> PackQuantizedLayout:
+        word = 32 // self.bits
+        check_cuts(outputs, inputs, 1 if self.symmetric else word, LEAST_GROUP if self.group else word)
+        group, split = smaller_groups(self.group, inputs)
+        return replace(self, group=group, split=self.split * split)
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         values_OI, zero_OG = unpack_words(moved(stored["weight_packed"], device), self.bits), None

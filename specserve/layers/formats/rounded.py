@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve.layers.formats.stored import StoredProjection, moved
+from specserve.layers.formats.stored import StoredProjection, check_cuts, moved
 from specserve.layers.linear import PLAIN, QUANTIZED
 from specserve.layers.weights import Projection, WeightFormat
 
@@ -32,6 +33,7 @@ class RoundedLayout:
     """The ``weight`` of the file, rounded from the dtype that it has there."""
 
     kind: str
+    split: ClassVar[int] = 1
 
     @property
     def words(self) -> str:
@@ -41,6 +43,10 @@ class RoundedLayout:
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         return {"weight": torch.empty(outputs, inputs)}
+
+    def fitted(self, outputs: int, inputs: int) -> RoundedLayout:
+        check_cuts(outputs, inputs, 1, GROUP if self.kind == "int4" else 1)
+        return self
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         weight_OI, scales = stored["weight"], list[Tensor]()
@@ -78,6 +84,10 @@ class RoundedWeights(WeightFormat):
     """``kind``: a key of ``DTYPES``."""
 
     kind: str
+
+    @property
+    def unit(self) -> int:
+        return GROUP if self.kind == "int4" else 1
 
     @property
     def words(self) -> str:

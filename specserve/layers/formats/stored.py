@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import reduce
+from math import gcd
+from typing import Any, Protocol, TypeVar
 
 import torch
 from specserve_kernels import (
@@ -32,9 +34,14 @@ from specserve_kernels import (
 from torch import Tensor, nn
 
 from specserve.layers.linear import PLAIN, Linear, multiplies_integers, pick_rows
+from specserve.layers.ranks import FLAG, Cut, Share, cut_of, ranges_of, whole_of
 from specserve.layers.weights import Projection, WeightFormat
 
+LEAST_GROUP = 32  # inputs that share a scale, for which there are kernels
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
+
+
+Kind = TypeVar("Kind")
 
 
 class Layout(Protocol):
@@ -45,9 +52,18 @@ class Layout(Protocol):
         """Its description in logs."""
         ...
 
+    @property
+    def split(self) -> int:
+        """Into how many groups one of the file is cut, with the same scale."""
+        ...
+
     def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         """Return a file's tensors, empty, by the last part of their names. On the CPU: those whose values are needed to
         choose kernels. Raises ValueError for an impossible shape."""
+        ...
+
+    def fitted(self, outputs: int, inputs: int) -> Layout:
+        """Return the layout of a rank's part, ``Share``s of a weight. Raises ValueError if it can't be cut there."""
         ...
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
@@ -69,7 +85,8 @@ class StoredProjection(Projection):
     def __init__(self, layout: Layout, inputs: int, parts: Mapping[str, int], bias: bool) -> None:
         super().__init__()
         self.parts = parts
-        self.layout = layout
+        self._filed, self._bias = layout, bias
+        self.layout = layout = reduce(lambda found, each: found.fitted(each, inputs), parts.values(), layout)
         self._dtype, self._device = torch.get_default_dtype(), torch.empty(0).device
         self.inputs = inputs
         self.plain: Linear | None = None
@@ -99,11 +116,30 @@ class StoredProjection(Projection):
     def stored(self) -> list[dict[str, Tensor]]:
         return [dict(part.named_parameters()) for part in self._files]
 
+    def cuts(self) -> list[dict[str, Cut]]:
+        found = list[dict[str, Cut]]()
+        for outputs, part in zip(self.parts.values(), self.stored(), strict=True):
+            if (
+                not isinstance(self.inputs, Share)
+                and self.layout == self._filed
+                and outputs == whole_of(outputs)
+            ):
+                found.append({})
+                continue
+            sizes = whole_of(outputs), whole_of(self.inputs)
+            with torch.device("meta"):
+                bias = {"bias": torch.empty(sizes[0])} if self._bias else {}
+                filed, fitted = (each.tensors(*sizes) | bias for each in (self._filed, self.layout))
+            shares = outputs, self.inputs, self.layout.split
+            cuts = {n: cut_of(filed[n], fitted[n], each, *shares) for n, each in part.items()}
+            found.append({name: cut for name, cut in cuts.items() if cut is not None})
+        return found
+
     def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
         del self._files
         numbers = []
         for name, part in zip(self.parts, files, strict=True):
-            numbers.append(self.layout.numbers(part, self._device))
+            numbers.append(self.layout.numbers(self._in_order(part), self._device))
             scale_SG = numbers[-1].scale_SG
             if not scale_SG.is_meta and not scale_SG.isfinite().all():
                 raise ValueError(f"the scales of {name} must be finite numbers, found others")
@@ -114,6 +150,17 @@ class StoredProjection(Projection):
             self._hold(numbers, torch.cat(biases) if biases else None)
         else:
             self.apart = self._each_part(numbers, biases or [None] * len(numbers))
+
+    def _in_order(self, part: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a rank's inputs without the numbers of their groups. Raises ValueError unless these follow each other,
+        for then no scale belongs to inputs of different ranks."""
+        names = [name for name in part if name.endswith("g_idx") and isinstance(self.inputs, Share)]
+        for name in names:
+            index_I, ((begin, end),) = part[name], ranges_of(self.inputs)
+            group = getattr(self._filed, "group", 0) or whole_of(self.inputs)
+            if not (index_I < 0).all() and not torch.equal(index_I.long(), torch.arange(begin, end) // group):
+                raise ValueError(f"{FLAG} must be 1: inputs that g_idx puts into another order are not cut")
+        return {name: each for name, each in part.items() if name not in names}
 
     def _hold(self, numbers: list[Numbers], bias_O: Tensor | None) -> None:
         """Keep these parts as one weight. ``numbers`` is emptied, so that memory never holds three copies."""
@@ -181,6 +228,20 @@ class StoredProjection(Projection):
         return self.packed, None if self.bias_O is None else self.bias_O.unflatten(0, (count, -1))
 
 
+def check_cuts(outputs: int, inputs: int, *units: int) -> None:
+    """Raise ValueError unless ranks' parts of outputs and inputs begin and end at multiples of ``units``."""
+    for size, unit, words in zip((outputs, inputs), units, ("outputs", "inputs"), strict=True):
+        if isinstance(size, Share) and size.multiple % unit:
+            raise ValueError(f"{FLAG}: weights are cut at multiples of {unit} {words}, found {size.multiple}")
+
+
+def smaller_groups(group: int, size: int) -> tuple[int, int]:
+    """Return the largest groups that parts of a size can have, if it is shared out, and how many make up one of the
+    file. ``group`` 0: all."""
+    smaller = gcd(group, size.multiple) if group and isinstance(size, Share) else group
+    return smaller, group // smaller if smaller else 1
+
+
 def moved(found: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return a file's tensor on ``device``: on a GPU always a copy."""
     return found.to(device, dtype or found.dtype, copy=on_gpu(device))
@@ -246,6 +307,9 @@ class Joined(Projection):
     def stored(self) -> list[dict[str, Tensor]]:
         return [part for piece in self.pieces for part in piece.stored()]
 
+    def cuts(self) -> list[dict[str, Cut]]:
+        return [part for piece in self.pieces for part in piece.cuts()]
+
     def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
         left = iter(files)
         for piece in self.pieces:
@@ -280,6 +344,10 @@ class StoredWeights(WeightFormat):
     dialect: str
     layouts: tuple[tuple[str, Layout], ...]
     unread: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> int:
+        return LEAST_GROUP if any(getattr(layout, "group", 0) for _, layout in self.layouts) else 1
 
     @property
     def words(self) -> str:

@@ -42,7 +42,7 @@ class Eagle3Head(LayerHead):
         if lm_head is None and not config.tied:
             self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
         else:
-            self._lm_head = Borrowed(lm_head or Linear.of(self._embed.module.weight))
+            self._lm_head = Borrowed(lm_head or self._embed.module.as_head())
 
     def _add_fusion(self) -> None:
         """Add ``fc`` and the norms of its inputs. Without taps it reads the target's state after the final norm."""
@@ -68,5 +68,5 @@ class Eagle3Head(LayerHead):
         norms = self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps
         if not self.config.residual_normed:
             return self._pairs(self.self_attn.qkv_proj, tokens_N, features_XH, source_N, norms)
-        pairs_N2H, _ = pair_inputs(tokens_N, self._embed.module.weight, features_XH, source_N, norms)
+        pairs_N2H, _ = pair_inputs(*self._embed.module.table(tokens_N), features_XH, source_N, norms)
         return pairs_N2H, pairs_N2H[:, features_XH.shape[-1] :]

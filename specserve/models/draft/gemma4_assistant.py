@@ -21,6 +21,7 @@ from specserve.layers.batch import Attend, TokenBatch
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.linear import Linear
+from specserve.layers.ranks import FLAG
 from specserve.methods import MODEL_TYPES, DraftSettings
 from specserve.models.base import TargetModel
 from specserve.models.config import COUNT, OBJECT, ModelConfig, check, layer_config, read_json
@@ -102,6 +103,8 @@ def _read_layers(fields: Mapping[str, Any], file: Path, target: ModelConfig) -> 
 
 def _reading(layer: LayerConfig, target: ModelConfig) -> LayerConfig:
     """Let a layer read the target's last keys and values of its kind."""
+    if target.ranks.count > 1:
+        raise ValueError(f"{FLAG} must be 1: it reads the target's keys and values of all heads")
     number = last_stored(target.layers).get(layer.rope)
     if number is None:
         raise ValueError("its layers with a window read such a layer of the target, which has none")

@@ -110,7 +110,7 @@ class LayerHead(DraftModule):
         quantizes = isinstance(reader, Projection) and reader.rounds_to(len(tokens_N)) == torch.int8
         whole_groups = features_XH.shape[-1] % GROUP == 0
         make = pair_inputs_rounded if quantizes and whole_groups else pair_inputs
-        return make(tokens_N, self._embed.module.weight, features_XH, source_N, norms)
+        return make(*self._embed.module.table(tokens_N), features_XH, source_N, norms)
 
     def _layer(
         self,

@@ -1,0 +1,167 @@
+"""Parts of weights, and models on ranks that are threads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from specserve.layers.batch import TokenBatch
+from specserve.layers.ranks import ONE, Ranks, Share
+from specserve.layers.weights import Projection
+from specserve.models.base import TargetModel
+from specserve.models.checkpoint import load_target
+from specserve.models.read_config import load_model_config
+from tests.fixtures import Quantized
+from tests.ranks import on_ranks
+from tests.reference.quantized import DIALECTS
+from tests.test_more_targets import CONFIGS, SIZES
+from tests.test_targets import DenseAttend
+from tests.test_weight_formats import CPU, TOKENS
+
+ALIKE = (
+    "phi 4 mini",
+    "phi 4 mini, short",
+    "gemma 4, unified",
+    "exaone 4 without windows",
+    "mixtral with windows",
+)
+ELSEWHERE = (
+    "olmo",
+    "smollm3 with",
+    "gpt-oss",
+    "deepseek",
+    "glm 4.7",
+    "minimax",
+)  # some in ``test_tensor_parallel``
+FAMILIES = [name for name in CONFIGS if name not in ALIKE and not name.startswith(ELSEWHERE)]
+UNCUT = ("gptq act order", "gptq act order of each", "W4A16 act order")
+
+
+def dummy(path: Path, family: str, **changes: Any) -> Path:
+    name, fields = CONFIGS[family]
+    text = "Text" if name.startswith("Gemma") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**{**SIZES, **fields, **changes})
+    (path / "config.json").write_text(
+        json.dumps({**config.to_dict(), "architectures": [f"{name}ForCausalLM"]})
+    )
+    return path
+
+
+def load(path: Path, ranks: Ranks = ONE, random: str | None = None) -> TargetModel:
+    config = load_model_config(path, random=random)
+    return load_target(path, torch.float64, CPU, len(TOKENS), config, ranks)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    """The default dtype belongs to the process, and threads that load at a time would set it for each other."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def logits(path: Path, ranks: Ranks) -> Tensor:
+    """Of a model with random weights."""
+    model, tokens = load(path, ranks, ""), torch.tensor(TOKENS)
+    with torch.no_grad():
+        hidden, _ = model(TokenBatch(tokens, torch.arange(len(tokens)), DenseAttend()))
+        return model.logits(hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_architecture_on_two_ranks(family: str, tmp_path: Path) -> None:
+    path = dummy(tmp_path, family)
+    expected = logits(path, ONE)
+    one, other = on_ranks(2, lambda ranks: logits(path, ranks))
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, expected, rtol=0, atol=1e-10)
+    assert expected.std() > 0.01
+
+
+def joined(whole: Projection, parts: list[Projection]) -> Tensor:
+    """The rows of all ranks in the order of the whole's."""
+    rows = [part.rows(None)[0] for part in parts]
+    if rows[0].shape[1] < whole.rows(None)[0].shape[1]:
+        return torch.cat(rows, 1)
+    found = []
+    each = [weight.split([*map(int, part.parts.values())]) for weight, part in zip(rows, parts, strict=True)]
+    for index, outputs in enumerate(whole.parts.values()):
+        pieces = [split[index] for split in each]
+        count = outputs // len(pieces[0])  # fewer than ranks if they are repeated
+        found += pieces[:: len(pieces) // count]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name not in UNCUT])
+def test_parts_of_every_weight_format(dialect: str, dialects: Quantized) -> None:
+    path = dialects(dialect)
+    whole = load(path)
+    parts = [load(path, Ranks(rank, 2)) for rank in range(2)]
+    for layer in range(2):
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            one, *others = (each.get_submodule(f"layers.{layer}.{name}") for each in (whole, *parts))
+            assert torch.equal(one.rows(None)[0], joined(one, others)), name
+    assert sum(len(each.embed_tokens.weight) for each in parts) == len(whole.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("dialect", UNCUT)
+def test_inputs_in_another_order_are_refused(dialect: str, dialects: Quantized) -> None:
+    with pytest.raises(ValueError, match="o_proj: --tensor-parallel-size must be 1: inputs that g_idx puts"):
+        load(dialects(dialect), Ranks(1, 2))
+
+
+def test_fewer_kv_heads_than_ranks_are_repeated(tmp_path: Path) -> None:
+    path = dummy(tmp_path, "seed-oss", vocab_size=301)
+    expected = logits(path, ONE)
+    for found in on_ranks(4, lambda ranks: logits(path, ranks)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    heads = [Ranks(rank, 4).share(2, "heads", repeat=True) for rank in range(4)]
+    assert [each.ranges for each in heads if isinstance(each, Share)] == [
+        ((n // 2, n // 2 + 1),) for n in range(4)
+    ]
+
+
+def test_groups_are_shared_out_unevenly() -> None:
+    parts = [Ranks(rank, 2).share(320 + 32, "inner", unit=32) for rank in range(2)]
+    assert [each.ranges for each in parts if isinstance(each, Share)] == [((0, 160),), ((160, 352),)]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("arcee", {}, "num_attention_heads must be a multiple of it, found 3 and 4"),
+        ("arcee", {"hidden_size": 36, "num_attention_heads": 6}, "or divide it, found 3 and 2"),
+        (
+            "arcee",
+            {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 40},
+            "intermediate_size",
+        ),
+        (
+            "olmo 2",
+            {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3},
+            "must be 1: the norms of all heads",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_out_is_named(
+    family: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"--tensor-parallel-size.*{problem}"):
+        load(dummy(tmp_path, family, **changes), Ranks(0, 3), "")
+
+
+def test_sums_are_added_in_the_order_of_ranks() -> None:
+    """In float32, and rounded once; of more numbers than fit a socket's buffer, each alone has the same sum."""
+    parts = torch.randn(4, 3, 50_001, dtype=torch.float32).bfloat16()
+    found = on_ranks(4, lambda ranks: (ranks.sum(parts[ranks.rank]), ranks.sum(parts[ranks.rank, 1, 7:8])))
+    first, second, third, last = parts.float()
+    expected = (((first + second) + third) + last).bfloat16()
+    assert all(torch.equal(every, expected) for every, _ in found)
+    assert all(torch.equal(alone, expected[1, 7:8]) for _, alone in found)
+    assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
