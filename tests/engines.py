@@ -230,7 +230,7 @@ def assert_same_drafts(found: Sequence[Drafted], expected: Sequence[Drafted]) ->
 def priced(cost: Callable[[StepShape], float], slope: float = 0.0) -> Iterator[None]:
     """Controllers made here believe these costs of steps, and ``slope`` for each cached token, whatever steps take."""
 
-    def measure(_: Any, most: int, candidates: Callable[[int], Sequence[StepShape]]) -> CostModel:
+    def measure(_: Any, most: int, candidates: Callable[[int], Sequence[StepShape]], __: Any) -> CostModel:
         shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
         return CostModel({shape: cost(shape) for shape in shapes}, slope)
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
-from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 
 from specserve.core import SamplingParams
-from specserve.engine.commands import Command
-from specserve.engine.runner import Runner
+from specserve.engine.commands import (
+    Admit,
+    Command,
+    Prefill,
+    SetDraftTemperatures,
+    SetPages,
+    Step,
+    decode,
+    encode,
+)
+from specserve.engine.executor import Executor
 from tests.engines import Checkpoints, Client, answer_all, context_of, make_scheduler
 
 WORK = [
@@ -23,6 +29,22 @@ WORK = [
     ([8], SamplingParams(max_tokens=12, seed=2, frequency_penalty=0.5, logit_bias={4: 2.0}, logprobs=2)),
     ([2, 2, 6], SamplingParams(max_tokens=9, seed=3, min_tokens=3, prompt_logprobs=1)),
 ]
+
+
+class Recorder:
+    """Followers that are given the commands later."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, command: Command) -> None:
+        self.sent.append(encode(command))
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (3, 2, 6)])
@@ -34,29 +56,19 @@ def test_commands_can_be_replayed_by_another_process(shape: Any, agreeing: Check
         "cpu_threads": 1,
     }
     first, second = (agreeing.scheduler("EAGLE3", shape, **settings) for _ in range(2))
-    sent: list[bytes] = []
-    results: list[list[object]] = []
-
-    def recorded(name: str) -> Any:
-        method = getattr(Runner, name)
-
-        def call(runner: Runner, command: Command) -> Any:
-            sent.append(msgspec.msgpack.encode(command))
-            launch = method(runner, command)
-            results.append([] if launch is None else launch.read())
-            return launch
-
-        return patch.object(Runner, name, call)
-
-    with ExitStack() as stack:
-        for name in ("admit", "set_pages", "set_draft_temperatures", "prefill", "step"):
-            stack.enter_context(recorded(name))
-        answer_all(first, WORK)
+    first.runner.followers = recorder = Recorder()
+    answer_all(first, WORK)
     assert first.stats().preemptions > 0
-    decoder = msgspec.msgpack.Decoder(Command)
-    for message, expected in zip(sent, results, strict=True):
-        launch = second.runner.run(decoder.decode(message))
-        assert ([] if launch is None else launch.read()) == expected
+    assert {type(decode(each)) for each in recorder.sent} == {
+        Admit,
+        SetPages,
+        Prefill,
+        Step,
+        SetDraftTemperatures,
+    }
+    follower = Executor(context_of(second), {})
+    for message in recorder.sent:
+        follower.run(decode(message))
     ours, theirs = (context_of(scheduler) for scheduler in (first, second))
     for part in ("slots", "sampling", "prediction"):
         tables = [getattr(context.state, part) for context in (ours, theirs)]

@@ -16,7 +16,7 @@ from specserve_kernels import Routes, gather_slots
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
 from specserve.engine.graphs import Graphs
-from specserve.engine.profile import measure_eager, measure_graphs
+from specserve.engine.profile import eager_seconds, measure_eager, measure_graphs
 from specserve.engine.shapes import candidate_shapes
 from specserve.layers.experts import Router
 from specserve.models.read_config import load_model_config
@@ -86,7 +86,7 @@ def test_groups_of_experts_that_do_not_fit_are_named(
 
 
 def eagerly(context: Context) -> Measure:
-    return partial(measure_eager, context, 8, candidate_shapes)
+    return partial(measure_eager, context, 8, candidate_shapes, partial(eager_seconds, context))
 
 
 def with_graphs(context: Context) -> Measure:

@@ -88,7 +88,7 @@ def fake_graphs() -> Iterator[None]:
         # private: the only place where a CPU can't do what a GPU does
         mock.patch.object(graphs._Maker, "_capture", capture),
         # A replay overwrites what the last one gave.
-        mock.patch("specserve.engine.runner.to_host", torch.clone),
+        mock.patch("specserve.engine.launch.to_host", torch.clone),
         mock.patch.multiple(
             torch.cuda, mem_get_info=lambda *_: (0, 0), stream=lambda *_: nullcontext(), **fakes
         ),

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from specserve.core import SamplingParams
-from specserve.engine.runner import Emitted, Launch
+from specserve.engine.launch import Emitted, Launch
 from specserve.messages import Abort, Submit, ToEngine, ToFront
 from specserve.process.local import LocalEngine
 from specserve.process.worker import Engine, Loop

@@ -8,7 +8,8 @@ import pytest
 
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
-from specserve.engine.runner import Launch, Runner
+from specserve.engine.launch import Launch
+from specserve.engine.runner import Runner
 from tests.engines import Checkpoints, Client, make_scheduler
 
 

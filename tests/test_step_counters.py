@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from specserve.core import SamplingParams, Speculation
-from specserve.engine.runner import Emitted
+from specserve.engine.launch import Emitted
 from specserve.messages import LevelTotals
 from specserve.scheduler.counters import StepCounters
 from specserve.scheduler.pipeline import InFlight, Pipeline

@@ -19,7 +19,7 @@ from specserve_kernels import apply_rotary, normed_heads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import specserve.engine.runner
+import specserve.engine.executor
 from benchmarks.configurations import CHOICES, SAMPLING
 from benchmarks.lossless import Models, make_items, run_matrix
 from examples.bundled_model.save_target import target_config
@@ -151,10 +151,10 @@ def recorded_logits() -> Iterator[list[Tensor]]:
 
         return wrapped
 
-    runner = specserve.engine.runner
+    executor = specserve.engine.executor
     with (
-        patch.object(runner, "prefill", recording(runner.prefill, "logits_BV")),
-        patch.object(runner, "step", recording(runner.step, "logits_TV")),
+        patch.object(executor, "prefill", recording(executor.prefill, "logits_BV")),
+        patch.object(executor, "step", recording(executor.step, "logits_TV")),
     ):
         yield found
 

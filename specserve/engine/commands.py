@@ -1,14 +1,20 @@
-"""Commands to the runner: plain data, so that another process can be given the same commands and do the same work.
+"""Commands to an executor: plain data, so that another process can be given the same commands and do the same work.
 
-A runner's device state is a function of its weights and the commands it was given, in order.
+An executor's device state is a function of its weights and the commands it was given, in order. All that is decided by
+time, memory, chance, text or grammar is in them.
+
+Shapes: B prompts, T packed nodes, W words of 32 tokens each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
 
 from specserve.core import SamplingParams
 from specserve.speculation.shape import StepShape
@@ -47,9 +53,11 @@ class SetPages(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):
-    """Run a chunk of each row's prompt. Rows that are not final emit nothing."""
+    """Run a chunk of each row's prompt. Rows that are not final emit nothing. ``words`` ``[B, W]``: masks of the tokens
+    after them, as ``hold`` takes them."""
 
     rows: Sequence[Row]
+    words: Tensor | None = None
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -67,9 +75,24 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Settle(msgspec.Struct, tag=True, frozen=True):
-    """Finish the step that was begun. The rows are the same, with the tokens known by now."""
+    """Finish the step that was begun. The rows are the same, with the tokens known by now. ``words`` ``[T, W]``: masks
+    of the tokens after each node."""
 
     rows: Sequence[Row]
+    words: Tensor | None = None
+
+
+class Measure(msgspec.Struct, tag=True, frozen=True):
+    """Run a step of this shape after ``length`` tokens, which belongs to no request."""
+
+    shape: StepShape
+    length: int
+
+
+class SetPredictions(msgspec.Struct, tag=True, frozen=True):
+    """Replace the predicted texts of some slots, before the next step."""
+
+    due: Sequence[tuple[int, Sequence[int]]]
 
 
 class SetDraftRows(msgspec.Struct, tag=True, frozen=True):
@@ -94,6 +117,8 @@ class SetContinuations(msgspec.Struct, tag=True, frozen=True):
 Command = (
     Admit
     | SetPages
+    | SetPredictions
+    | Measure
     | Prefill
     | Step
     | Begin
@@ -102,3 +127,29 @@ Command = (
     | SetDraftTemperatures
     | SetContinuations
 )
+
+
+def _plain(words: Any) -> Any:
+    return words.shape[0], words.numpy().data.cast("B")
+
+
+def _words(_: type, plain: Any) -> Tensor:
+    count, words = plain
+    return torch.frombuffer(bytearray(words), dtype=torch.int32).view(count, -1)
+
+
+_encoder, _decoder = (
+    msgspec.msgpack.Encoder(enc_hook=_plain),
+    msgspec.msgpack.Decoder(Command, dec_hook=_words),
+)
+
+
+def encode(command: Command) -> bytes:
+    """Return a command as bytes, for another process of the same version."""
+    return _encoder.encode(command)
+
+
+def decode(message: bytes | memoryview) -> Command:
+    """Return the command that ``encode`` was given."""
+    command: Command = _decoder.decode(message)
+    return command

@@ -82,8 +82,9 @@ def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> C
     return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
 
 
-@torch.inference_mode()
-def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> CostModel:
+def measure_eager(
+    context: Context, most_slots: int, candidates: Candidates, run: Callable[[StepShape, int], float]
+) -> CostModel:
     """Return the cost model of eager steps, measured at some batch sizes, without context and with some, as far as
     ``EAGER_SECONDS`` allows. Each shape has its own slope: where attention is bound by compute, a token of KV costs
     more the more nodes attend to it."""
@@ -91,7 +92,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
     shapes = list(dict.fromkeys(shape for size in sizes for shape in candidates(size)))
     room = context.state.slots.pages.shape[2] * context.pool.page_size
     behind = min(_EAGER_CONTEXT, room - max(shape.reserve for shape in shapes))
-    return time_steps(shapes, behind, partial(eager_seconds, context))
+    return time_steps(shapes, behind, run)
 
 
 def time_steps(shapes: Sequence[StepShape], behind: int, run: Callable[[StepShape, int], float]) -> CostModel:

@@ -24,6 +24,7 @@ from specserve.constraints.grammar import MISSING
 from specserve.constraints.masks import Masks
 from specserve.constraints.matcher import Grammars
 from specserve.core import MAX_COUNT, Capacity, prediction_limit
+from specserve.engine.commands import Measure
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
 from specserve.engine.memory import pool_pages
@@ -133,9 +134,9 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
     graphs = (
         Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
-    policy = shape_policy(plan, context, graphs)
     capture_next = graphs.capture_next if graphs.left else None
     runner = Runner(context, graphs.steps, graphs.prompts, capture_next, graphs.in_parts)
+    policy = shape_policy(plan, runner, graphs)
     if config.device == "cuda":
         phase.enter("warming up")
         runner.warm_up(config.longest_launch)
@@ -247,16 +248,21 @@ def shape_plan(config: EngineConfig) -> ShapePlan:
     return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, config.most_slowdown)
 
 
-def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
+def shape_policy(plan: ShapePlan, runner: Runner, graphs: Graphs) -> ShapePolicy:
     """Return the policy that chooses shapes, after measuring costs if it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding, plan.drafts)
     phase.enter("measuring steps")
     begin = time.perf_counter()
     if graphs.steps:
-        cost = measure_graphs(context, graphs.steps)
+        cost = measure_graphs(runner.context, graphs.steps)
     else:
-        cost = measure_eager(context, plan.most_slots, plan.candidates)
+        cost = measure_eager(
+            runner.context,
+            plan.most_slots,
+            plan.candidates,
+            lambda shape, length: runner.measure(Measure(shape, length)),
+        )
     log.info("measured %d steps in %.1f s", len(cost.table), time.perf_counter() - begin)
     complete(cost, plan.most_slots, plan.candidates)
     cost.prompts = min(seconds for shape, seconds in cost.table.items() if not shape.levels)

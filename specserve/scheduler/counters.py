@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from specserve.engine.runner import Emitted
+from specserve.engine.launch import Emitted
 from specserve.messages import CostTotals, LevelTotals, ShapeTotals, SourceTotals, StepTotals
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from specserve.engine.runner import Emitted, Launch
+from specserve.engine.launch import Emitted, Launch
 from specserve.scheduler.request import Request
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape

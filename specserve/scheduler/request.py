@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.engine.runner import Emitted
+from specserve.engine.launch import Emitted
 from specserve.messages import FinishReason, Tokens
 from specserve.speculation.control.acceptance import RequestEffect, StepOutcome
 from specserve.speculation.state import PageRun, RowInit

@@ -18,7 +18,8 @@ from torch import OutOfMemoryError
 
 from specserve.engine.commands import Admit, Begin, Prefill, Row, SetPages, Settle, Step
 from specserve.engine.kernels import WATCH
-from specserve.engine.runner import Emitted, Launch, Runner
+from specserve.engine.launch import Emitted, Launch
+from specserve.engine.runner import Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import EngineInfo, Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission, Waiting

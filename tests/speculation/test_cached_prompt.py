@@ -11,7 +11,7 @@ import pytest
 
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
-from specserve.engine.runner import Launch
+from specserve.engine.launch import Launch
 from specserve.scheduler.prompt_chunk import LAUNCH_COST, MOST_WAITS
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import (

@@ -16,7 +16,7 @@ import torch
 from specserve import LLM, SamplingParams, grammar
 from specserve.constraints.masks import Masks
 from specserve.core import Speculation, Thought
-from specserve.engine import runner
+from specserve.engine import executor
 from specserve.engine.commands import Settle, Step
 from specserve.engine.runner import Runner
 from specserve.scheduler.constraints import Constraints
@@ -106,7 +106,7 @@ def test_a_step_that_finds_no_memory_is_run_again(
     """After its grammars were told what came before, or looked at the trees: nothing is told twice."""
 
     def failing(part: str) -> Any:
-        run, calls = getattr(runner, part), 0
+        run, calls = getattr(executor, part), 0
 
         def run_or_fail(*args: Any) -> Any:
             nonlocal calls
@@ -115,7 +115,7 @@ def test_a_step_that_finds_no_memory_is_run_again(
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return run(*args)
 
-        return patch.object(runner, part, run_or_fail)
+        return patch.object(executor, part, run_or_fail)
 
     with engine(speculation, max_running_requests=3, overlap_schedule=overlap) as llm:
         expected = texts(llm, held())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import specserve.engine.runner
+import specserve.engine.executor
 from specserve import LLM, SamplingParams
 from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
 from tests.reference.draft_models import make_eagle3
@@ -70,7 +70,7 @@ def test_raw_logits(tmp_path: Path) -> None:
     """Of the prefill's end and of every step, as the sampler gets them."""
     model = make_llama(tmp_path / "target", vocab=VOCAB, seed=3)
     found: list[torch.Tensor] = []
-    prefill, step = specserve.engine.runner.prefill, specserve.engine.runner.step
+    prefill, step = specserve.engine.executor.prefill, specserve.engine.executor.step
 
     def recording_prefill(*args: Any) -> Any:
         result = prefill(*args)
@@ -84,8 +84,8 @@ def test_raw_logits(tmp_path: Path) -> None:
 
     prompt = PROMPTS[0]
     with (
-        patch.object(specserve.engine.runner, "prefill", recording_prefill),
-        patch.object(specserve.engine.runner, "step", recording_step),
+        patch.object(specserve.engine.executor, "prefill", recording_prefill),
+        patch.object(specserve.engine.executor, "step", recording_step),
     ):
         params = SamplingParams(temperature=0, max_tokens=COUNT)
         (answer,) = answer_all(make_scheduler(model, dtype="float32"), [(prompt, params)])

@@ -99,7 +99,7 @@ class TuneEngine:
         if batch not in self._controllers:
             captured = self._graphs_of(drafted=True)
             graphs = {shape: captured[shape] for shape in plan.captured() if shape in captured}
-            self._controllers[batch] = shape_policy(plan, self.context, Graphs(graphs))
+            self._controllers[batch] = shape_policy(plan, Runner(self.context, graphs), Graphs(graphs))
         return self._run(self._controllers[batch], True, batch, self.work.requests(first, count))
 
     def forget(self) -> None:

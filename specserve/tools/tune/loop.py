@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from specserve.engine.commands import Prefill, Step
+from specserve.engine.launch import Launch
 from specserve.engine.profile import Stopwatch
-from specserve.engine.runner import Launch, Runner
+from specserve.engine.runner import Runner
 from specserve.messages import Failed, Submit, Tokens
 from specserve.scheduler.scheduler import Scheduler
 

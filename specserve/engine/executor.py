@@ -1,0 +1,269 @@
+"""Execute commands on this process's device, and return results without waiting for them.
+
+Shapes: B requests, S draft levels, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from specserve.constraints.masks import Ends, NodesOnHost
+from specserve.engine.commands import (
+    Admit,
+    Begin,
+    Command,
+    Measure,
+    Prefill,
+    Row,
+    SetContinuations,
+    SetDraftRows,
+    SetDraftTemperatures,
+    SetPages,
+    SetPredictions,
+    Settle,
+    Step,
+)
+from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
+from specserve.engine.launch import NO_ENDS, Launch
+from specserve.engine.profile import Stopwatch, eager_seconds
+from specserve.engine.prompts import PromptSize, Run, size_for
+from specserve.speculation.context import Context, View
+from specserve.speculation.logprobs import Logprobs, token_logprobs
+from specserve.speculation.prefill import PrefillResult, PromptChunks, ScoredTokens, prefill
+from specserve.speculation.shape import StepShape
+from specserve.speculation.state import Needs, to_device
+from specserve.speculation.step import StepResult, draft, settle, step, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A masked step whose target is running. ``finish`` takes the masks, in pinned memory if ``pinned``."""
+
+    nodes: NodesOnHost
+    finish: Callable[[Tensor], StepResult]
+    stopwatch: Stopwatch
+    pinned: bool
+
+
+class Executor:
+    """The only access to the device while serving, for reads too. Commands are queued in order; state and cache change
+    in that order, and alike in every process that is given the same ones: nothing here decides by time, by chance or
+    by what only one process knows."""
+
+    def __init__(
+        self,
+        context: Context,
+        graphs: Mapping[StepShape, StepGraph],
+        prompts: Mapping[PromptSize, PromptGraph] | None = None,
+        in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
+    ) -> None:
+        """``graphs``: captured steps. ``prompts``: captured prompt launches. ``in_parts`` returns steps captured in
+        parts. All others run eagerly."""
+        self.context = context
+        self._eager_steps = 0
+        self._graphs = graphs
+        self._prompts = prompts or {}
+        self._in_parts = in_parts
+        self._begun: Begun | None = None
+
+    def run(self, command: Command) -> Launch | None:
+        """Execute any command. Returns the launch of a prefill or a step."""
+        match command:
+            case Admit():
+                self.admit(command)
+            case SetPages():
+                self.set_pages(command)
+            case SetPredictions():
+                self.set_predictions(command)
+            case SetDraftRows():
+                self.set_draft_rows(command)
+            case SetDraftTemperatures():
+                self.set_draft_temperatures(command)
+            case SetContinuations():
+                self.set_continuations(command)
+            case Measure():
+                self.measure(command)
+            case Prefill():
+                return self.prefill(command)
+            case Step():
+                return self.step(command)
+            case Begin():
+                self.begin(command)
+            case Settle():
+                return self.settle(command)
+        return None
+
+    def admit(self, command: Admit) -> None:
+        self.context.admit(command.rows)
+
+    def set_pages(self, command: SetPages) -> None:
+        if command.runs:
+            self.context.state.set_pages(command.runs)
+
+    @torch.inference_mode()
+    def set_predictions(self, command: SetPredictions) -> None:
+        self.context.state.set_predictions(command.due)
+
+    @torch.inference_mode()
+    def set_draft_rows(self, command: SetDraftRows) -> None:
+        """Copy the rows without waiting for a launch. Captured steps, which read by address, see the change."""
+        self.context.drafter.set_rows(to_device(command.rows, self.context.state.device))
+
+    @torch.inference_mode()
+    def set_draft_temperatures(self, command: SetDraftTemperatures) -> None:
+        """Copy temperatures, as ``set_draft_rows`` does."""
+        self.context.state.set_draft_temperatures(command.slots, command.temperatures)
+
+    @torch.inference_mode()
+    def set_continuations(self, command: SetContinuations) -> None:
+        """Copy continuations, as ``set_draft_rows`` does."""
+        self.context.drafter.set_continuations(command.continuations)
+
+    @torch.inference_mode()
+    def measure(self, command: Measure) -> float:
+        """Return the seconds of a step without a graph."""
+        return eager_seconds(self.context, command.shape, command.length)
+
+    @torch.inference_mode()
+    def prefill(self, command: Prefill) -> Launch:
+        rows, stopwatch = command.rows, Stopwatch(self.context.state.device)
+        result = self._replay_prompts(command) or self._run_prompts(command)
+        return self._prefilled(rows, result, stopwatch.stop())
+
+    def _prefilled(self, rows: Sequence[Row], result: PrefillResult, stopwatch: Stopwatch) -> Launch:
+        token_B1 = result.token_B[: len(rows), None]
+        packed = torch.where(result.final_B[: len(rows), None], token_B1, -1)
+        packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 3)], dim=1)
+        index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
+        logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
+        predicted_B2 = _asked(rows, result.predicted_B2)
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, scores=result.scores)
+
+    def _replay_prompts(self, command: Prefill) -> PrefillResult | None:
+        """Replay the captured launch of this size; None if there is none."""
+        rows = command.rows
+        size = size_for([len(row.tokens) for row in rows], list(self._prompts))
+        if size is None or command.words is not None or any(row.scored for row in rows):
+            return None
+        runs = [Run(row.slot, row.tokens, row.final) for row in rows]
+        return self._prompts[size].replay(runs, self.context.state.dummy)
+
+    def _run_prompts(self, command: Prefill) -> PrefillResult:
+        rows = command.rows
+        counts = [len(row.tokens) for row in rows]
+        starts = list(accumulate(counts, initial=0))
+        numbers = self._tensor([*[row.slot for row in rows], *[row.final for row in rows], *starts])
+        rows_B, final_B, q_start = numbers.split([len(rows), len(rows), len(starts)])
+        chunks = PromptChunks(
+            token_T=self._tensor(list(chain.from_iterable(row.tokens for row in rows))),
+            slot_T=torch.repeat_interleave(q_start.diff(), output_size=starts[-1]),
+            q_start=q_start,
+            final_B=final_B.bool(),
+            longest=max(counts),
+            spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
+            scored=self._scored(rows, counts),
+            words_BW=None if command.words is None else command.words.to(self.context.state.device),
+        )
+        return prefill(self.context, self._view(rows, rows_B), chunks)
+
+    @torch.inference_mode()
+    def step(self, command: Step) -> Launch:
+        rows, shape = command.rows, command.shape
+        stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
+        if (graph := self._graphs.get(shape)) is not None:
+            result = graph.replay(slots)
+        else:
+            self._eager_steps += bool(self._graphs)
+            result = step(self.context, self._view(rows, self._tensor(slots)), shape)
+        return self._stepped(rows, result, stopwatch)
+
+    @torch.inference_mode()
+    def begin(self, command: Begin) -> None:
+        """Queue draft and verify of a masked step."""
+        rows, shape = command.rows, command.shape
+        stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
+        finish: Callable[[Tensor], StepResult]
+        if (graph := self._in_parts(shape)) is not None:
+            nodes = NodesOnHost(graph.draft(slots))
+            graph.verify()
+            finish = graph.settle
+        else:
+            self._eager_steps += bool(self._graphs)
+            drafted = draft(self.context, self._view(rows, self._tensor(slots)), shape)
+            nodes = NodesOnHost(drafted.tree)
+            finish = partial(settle, self.context, verify(self.context, drafted))
+        self._begun = Begun(nodes, finish, stopwatch, pinned=graph is not None and nodes.on_gpu)
+
+    @torch.inference_mode()
+    def settle(self, command: Settle, ends: Ends = NO_ENDS) -> Launch:
+        """Queue the rest of the step that was begun. ``ends``: where answers fail."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        assert command.words is not None
+        words_TW = command.words if begun.pinned else command.words.to(self.context.state.device)
+        return self._stepped(command.rows, begun.finish(words_TW), begun.stopwatch, ends)
+
+    def _slots(self, rows: Sequence[Row], shape: StepShape) -> list[int]:
+        return [*(row.slot for row in rows), *[self.context.state.dummy] * (shape.slots - len(rows))]
+
+    def _stepped(
+        self,
+        rows: Sequence[Row],
+        result: StepResult,
+        stopwatch: Stopwatch,
+        ends: Ends = NO_ENDS,
+    ) -> Launch:
+        stopwatch.stop()
+        accepted = result.accepted
+        logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
+        packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
+        sources_BX = None if result.sources_BX is None else result.sources_BX[: len(rows)]
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=sources_BX, ends=ends)
+
+    def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
+        needs = Needs.of([row.params for row in rows])
+        if any(row.masked for row in rows):
+            needs = replace(needs, prediction=True)  # forced text
+        return View.of(self.context, rows_B, max(row.length for row in rows), needs)
+
+    def _logprobs(
+        self, rows: Sequence[Row], logits: Tensor, token_BW: Tensor, index_BW: Tensor
+    ) -> Logprobs | None:
+        """Return the log-probabilities of the rows that request them. ``token_BW``: up to W tokens a row, -1 for none,
+        chosen at rows ``index_BW`` of the logits."""
+        asking = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+        if not asking:
+            return None
+        most = max(rows[index].params.logprobs or 0 for index in asking)
+        asking_A = self._tensor(asking)
+        logits_NV = logits[index_BW[asking_A].flatten()]
+        return token_logprobs(
+            logits_NV, token_BW[asking_A].clamp(min=0).flatten(), min(most, logits.shape[1])
+        )
+
+    def _scored(self, rows: Sequence[Row], counts: Sequence[int]) -> ScoredTokens | None:
+        """Return what to score of packed runs of ``counts`` tokens."""
+        asking = [row for row in rows if row.scored]
+        if not asking:
+            return None
+        starts = accumulate(counts, initial=0)
+        index = [first + i for first, row in zip(starts, rows, strict=False) for i in range(len(row.scored))]
+        tokens = [token for row in asking for token in row.scored]
+        most = max(row.params.prompt_logprobs or 0 for row in asking)
+        return ScoredTokens(self._tensor(index), self._tensor(tokens), most)
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return to_device(values, self.context.state.device)
+
+
+def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
+    """Return the rows' part of the table, None if no row can have a predicted text."""
+    if predicted_B2 is None or not any(row.params.prediction or row.masked for row in rows):
+        return None
+    return predicted_B2[: len(rows)]
