@@ -31,7 +31,6 @@ from specserve.frontend.conversation import plain, turn
 from specserve.frontend.fields import encodable
 from specserve.frontend.generation import Job
 from specserve.frontend.parsers.registry import choose_format
-from specserve.frontend.parsers.think import marks_of
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls
 from specserve.messages import Failed, Tokens
@@ -193,7 +192,7 @@ class _Model:
     def _formats(self, tokenizer: Tokenizer) -> Formats:
         """Return how answers are parsed."""
         calls, _ = choose_format(self.settings.tool_call_parser, tokenizer.template_text)
-        return Formats.of(tokenizer, calls, marks_of(self.settings.reasoning_parser), self._ends)
+        return Formats.of(tokenizer, calls, self.settings.reasoning_parser, self._ends)
 
     def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
         """Return ``params`` with a prediction of text replaced by its token ids."""

@@ -102,12 +102,13 @@ class Settings:
         choices=("auto", "none", *CALL_FORMATS),
     )
     reasoning_parser: str = server(
-        "none",
-        "How the model marks its reasoning, which chat then returns as `reasoning_content`. gemma4: between "
+        "auto",
+        "How the model marks its reasoning, which chat then returns as `reasoning_content`. auto: gpt-oss for the chat "
+        "template of that model, whose answers can't be read otherwise, none for any other. gemma4: between "
         "`<|channel>thought` and `<channel|>`. gpt-oss: in the channel `analysis`. All others mean the same: between "
         "`<think>` and `</think>`. The opening mark may be the end of the prompt. none: reasoning is part of the "
         "content.",
-        choices=("none", *REASONING_FORMATS),
+        choices=("auto", "none", *REASONING_FORMATS),
     )
     host: str = server("127.0.0.1", "Address to listen on.")
     port: int = server(30000, "Port to listen on; 0 takes any free port.", low=0, high=65535)

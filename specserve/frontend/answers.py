@@ -12,9 +12,9 @@ from specserve.constraints.calls import HARMONY, THINK, Marks, ThoughtMarks, aft
 from specserve.core import FieldError, SamplingParams, Thought
 from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
 from specserve.frontend.parsers.harmony import MARKS, HarmonyParser
+from specserve.frontend.parsers.registry import AUTO, NONE, Format
 from specserve.frontend.parsers.registry import HARMONY as HARMONY_CALLS
-from specserve.frontend.parsers.registry import Format
-from specserve.frontend.parsers.think import ThinkParser
+from specserve.frontend.parsers.think import ThinkParser, marks_of
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls, functions_of
 
@@ -86,10 +86,15 @@ class Formats:
         cls,
         tokenizer: Tokenizer,
         calls: Format | None,
-        reasoning: ThoughtMarks | None,
+        reasoning_parser: str,
         ends: Collection[int] = (),
     ) -> Formats:
-        """Make a tokenizer's formats. Reasoning ends with a line break. Not safe while another thread tokenizes."""
+        """Make a tokenizer's formats. ``reasoning_parser``: the setting. Reasoning ends with a line break. Not safe
+        while another thread tokenizes."""
+        if reasoning_parser == AUTO:
+            channels = calls is HARMONY_CALLS or HARMONY_CALLS.is_in(tokenizer.template_text)
+            reasoning_parser = HARMONY_CALLS.name if channels else NONE
+        reasoning = marks_of(reasoning_parser)
         around = reasoning or THINK
         close = None if reasoning is None else tokenizer.encode_answer(f"\n{around.close}")
         return cls(tokenizer, calls, close, ends, around=around)

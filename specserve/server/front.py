@@ -20,8 +20,7 @@ from specserve.core import Capacity, FieldError, prediction_limit
 from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import ANSWER, Conversation, Turn
 from specserve.frontend.generation import Generation, Job, TokenStatistics
-from specserve.frontend.parsers.registry import FORMATS, choose_format
-from specserve.frontend.parsers.think import marks_of
+from specserve.frontend.parsers.registry import AUTO, FORMATS, choose_format
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.frontend.tools import Tool
 from specserve.messages import EngineInfo, Ready
@@ -88,7 +87,7 @@ class Served:
             ),
             None if formats is None else replace(formats, ends=info.eos_token_ids, no_grammars=without),
             without,
-            unknown if settings.reasoning_parser == "none" else without,
+            unknown if formats is not None and formats.close is None else without,
         )
 
     @property
@@ -242,7 +241,11 @@ class Front:
         self.tokenizing.tokenizer = tokenizer
         if tokenizer is not None:
             calls, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
-            self._formats = Formats.of(tokenizer, calls, marks_of(self._given.reasoning_parser))
+            self._formats = Formats.of(tokenizer, calls, self._given.reasoning_parser)
+            if self._given.reasoning_parser == AUTO and self._formats.close is not None:
+                log.info(
+                    "reasoning is parsed as gpt-oss: tool calls are, or the chat template contains its marks"
+                )
             log.info("tool calls are %s: %s", f"parsed as {calls.name}" if calls else "not parsed", why)
         self._loaded, self._served = True, None
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from specserve.config import Settings, resolve_paths
 from specserve.config.choices import CALL_FORMATS, REASONING_FORMATS
+from specserve.constraints.calls import HARMONY
+from specserve.frontend.answers import Formats
 from specserve.frontend.parsers.registry import FORMATS, choose_format
 
 
@@ -52,3 +56,20 @@ def test_auto(template: str, expected: str | None) -> None:
     assert why
     assert choose_format("none", template)[0] is None
     assert choose_format("qwen25", template)[0] is FORMATS["hermes"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "setting"), [("auto", "auto"), ("none", "auto"), ("gpt-oss", "auto"), ("auto", "none")]
+)
+def test_channels_are_separated_by_default(calls: str, setting: str) -> None:
+    """Of the chat template or the calls that have them, as in vLLM. Other reasoning must be named."""
+    of_channels = "" if calls == "gpt-oss" else "{{ tools }}<|channel|>commentary<|call|>"
+    for template in (of_channels, "<think></think>"):
+        tokenizer = Mock(template_text=template, encode_answer=lambda text: [*text.encode()])
+        format_ = choose_format(calls if template == of_channels else "auto", template)[0]
+        found = Formats.of(tokenizer, format_, setting)
+        assert (
+            (found.close is not None)
+            == (found.around == HARMONY)
+            == (template == of_channels and setting == "auto")
+        )

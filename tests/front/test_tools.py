@@ -339,8 +339,7 @@ def test_channels(ask: Ask, streams: bool, monkeypatch: pytest.MonkeyPatch) -> N
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
         '<|constrain|>json<|message|>{"a": 1}<|call|>'
     )
-    given = {"tool_call_parser": "gpt-oss", "reasoning_parser": "gpt-oss"}
-    (choice,) = ask(text, streams=streams, given=given, tools=TOOLS).choices
+    (choice,) = ask(text, streams=streams, given={"tool_call_parser": "gpt-oss"}, tools=TOOLS).choices
     assert said(choice) == ("tool_calls", None, [("add", '{"a": 1}')])
     assert choice.message.reasoning_content == "Hm."
 

@@ -41,6 +41,9 @@ class Format:
     no_forms: str = ""
     new_id: Callable[[], str] = _openai_id
 
+    def is_in(self, template: str) -> bool:
+        return all(sign in template for sign in self.signs)
+
 
 _HERMES = Format(
     "hermes",
@@ -113,7 +116,7 @@ def choose_format(name: str, template: str) -> tuple[Format | None, str]:
     """Return the format in which tool calls are parsed, and why, given the configured name and the chat template."""
     if name != AUTO:
         return FORMATS.get(name), f"--tool-call-parser {name}"
-    found = [each for each in dict.fromkeys(FORMATS.values()) if all(sign in template for sign in each.signs)]
+    found = [each for each in dict.fromkeys(FORMATS.values()) if each.is_in(template)]
     if not template:
         return None, "there is no chat template"
     if not re.search(r"\btools\b", template):
