@@ -1,16 +1,16 @@
 """The prefix cache: a radix tree over pages.
 
 An edge holds a run of tokens, whole pages of them, and the pages of each table; edges split where two sequences
-diverge. The tree holds one reference on each of its pages, requests hold their own, and a page is evicted only when the
-tree is its last owner. A window's table may lack pages, before the window of whoever computed them, or evicted: a
-prefix can be used where each table has the pages that tokens after it see.
+diverge, or where one ended and another went on. The tree holds one reference on each of its pages, requests hold their
+own, and a page is evicted only when the tree is its last owner. A window's table may lack pages, before the window of
+whoever computed them, or evicted: a prefix can be used where each table has the pages that tokens after it see.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from specserve.kv.allocator import PageAllocator
@@ -28,6 +28,8 @@ class _Node:
     used: int = 0
     children: dict[Key, _Node] = field(default_factory=dict)  # by the first page's tokens
     queued: bool = False  # for eviction
+    goes_on: bool = False  # a leaf to which its request will add
+    ended: int = 0  # with windows: when a prefix that others share last ended with this edge; 0: no longer
 
 
 class RadixCache:
@@ -43,19 +45,18 @@ class RadixCache:
         self._sliding = any(window is not None for window in windows)
         self._root = _Node([], [[] for _ in windows], None)
         self._clock = 0
-        # A heap of last use, last page, leaf. A queued last use may be outdated, and the leaf may have children by now:
-        # eviction corrects that when it pops the leaf, so that lookups and inserts need not keep the order.
+        # A heap of leaves by last use and inner nodes by ``ended``, equals by when they were queued. Both may be
+        # outdated: eviction corrects them when it pops a node, so that lookups and inserts need not keep the order.
         self._oldest: list[tuple[int, int, _Node]] = []
-        self._unthinned: deque[_Node] = (
-            deque()
-        )  # nodes that may have pages before their last window, oldest first
+        self._reach = max(window or 0 for window in windows) // page_size + 2  # pages that a window lies in
+        self._unthinned = OrderedDict[_Node, None]()  # may have pages of windows that are not needed
         self.num_pages = 0
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
         """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt`` and
         can be used; 0 before a window. The caller takes references before anything else runs."""
-        found = self.find(tokens, salt)
-        size = self._page_size
+        path, size = list(self._walk(self._keys(tokens, salt))), self._page_size
+        found = self._pages_on(path)
         best, run = 0, [0] * len(found)  # pages that follow each other, up to the last one
         if not self._sliding:
             return found
@@ -67,20 +68,29 @@ class RadixCache:
         for window, pages in zip(self._windows, found, strict=True):
             first = first_page(window, best * size, size)
             pages[:] = [0] * first + pages[first:best]
+        for node, _ in path:
+            best -= len(node.keys)
+            if not best:
+                self._end_at(node)
         return found
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
         """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt``; 0
         where there is none."""
+        return self._pages_on(self._walk(self._keys(tokens, salt)))
+
+    def _pages_on(self, path: Iterable[tuple[_Node, int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self._windows]
-        for node, matched in self._walk(self._keys(tokens, salt)):
+        for node, matched in path:
             for pages, own in zip(found, node.pages, strict=True):
                 pages += own[:matched]
         return found
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "") -> None:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "", goes_on: bool = False
+    ) -> None:
         """Add a sequence with its whole ``pages`` by table, 0 where there is none; parts that are already cached keep
-        the tree's pages."""
+        the tree's pages. ``goes_on``: more of it is to come, and others are not expected to go on from its end."""
         keys = self._keys(tokens, salt)[: len(pages[0])]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
@@ -88,68 +98,105 @@ class RadixCache:
                 step = self._split(step, matched)
             self._fill(step, [own[done : done + matched] for own in pages])
             node, done = step, done + matched
-        if done < len(keys):
-            leaf = _Node(keys[done:], [[0] * (len(keys) - done) for _ in pages], node, self._tick())
-            node.children[leaf.keys[0]] = leaf
-            self._fill(leaf, [own[done : len(keys)] for own in pages])
-            self._queue(leaf)
+        if done == len(keys):
+            return
+        parent = node
+        if not parent.goes_on:
+            node = parent.children[keys[done]] = _Node([], [[] for _ in pages], parent)
+        begin = len(node.keys)
+        node.keys += keys[done:]
+        for own in node.pages:
+            own += [0] * (len(keys) - done)
+        node.goes_on, node.used = goes_on, self._tick()
+        self._fill(node, [own[done : len(keys)] for own in pages], begin)
+        self._queue(node)
+        if node is not parent:
+            self._end_at(parent)  # where sequences can go on when the leaf has been evicted
 
-    def _fill(self, node: _Node, pages: Sequence[Sequence[int]]) -> None:
-        """Adopt the pages that the node lacks."""
-        if not self._sliding and node.pages[0][0]:
+    def _fill(self, node: _Node, pages: Sequence[Sequence[int]], begin: int = 0) -> None:
+        """Adopt those pages, from index ``begin`` on, that the node lacks."""
+        if not self._sliding and node.pages[0][begin]:
             return
         new = [
             (table, index, page)
             for table, own in enumerate(pages)
-            for index, page in enumerate(own)
+            for index, page in enumerate(own, begin)
             if page and not node.pages[table][index]
         ]
         for table, index, page in new:
             node.pages[table][index] = page
         self._allocator.adopt(page for _, _, page in new)
         self.num_pages += len(new)
-        if new and self._sliding:
-            self._unthinned.append(node)
+        if new:
+            self._unsee(node)
+
+    def _end_at(self, node: _Node) -> None:
+        """Note that a prefix ends with an edge: sequences go on from here, and see its last windows."""
+        if self._sliding and node.keys:
+            node.ended = self._tick()
+            self._queue(node)
+
+    def _unsee(self, node: _Node) -> None:
+        """Note that pages of windows on an edge, and on those that windows reach from it, may be needed no more."""
+        reach = self._reach if self._sliding else 0
+        while node.parent is not None and reach > 0:
+            self._unthinned[node] = None
+            node, reach = node.parent, reach - len(node.keys)
 
     def evict(self, count: int) -> int:
-        """Free at least ``count`` pages that only the tree owns, if there are that many: first those before the last
-        window of an edge, then the ends of leaves, least recently used first, and last all other windows. A leaf that a
-        request uses counts as used now. Return how many were freed."""
-        freed = self._evict_unseen(count) if self._sliding else 0
-        now = self._tick()
+        """Free at least ``count`` pages that only the tree owns, if there are that many. First go pages of windows that
+        no prefix needs which ends with an edge; then the least recently used: ends of leaves, and windows where a
+        prefix ended that others share; last all other windows. A leaf that a request uses counts as used now. Return
+        how many were freed."""
+        freed, now = self._evict_unseen(count), self._tick()
         while self._oldest and freed < count and self._oldest[0][0] < now:
-            used, _, leaf = heapq.heappop(self._oldest)
-            if leaf.children:
-                leaf.queued = False  # until it is a leaf again
-            elif used < leaf.used:
-                self._queue(leaf)
-            elif not self._unused(leaf, -1):
-                leaf.used = self._tick()
-                self._queue(leaf)
+            used, _, node = heapq.heappop(self._oldest)
+            node.queued = False
+            if used < (node.ended if node.children else node.used):
+                self._queue(node)
+            elif node.children:
+                node.ended = 0
+                self._unsee(node)
+                freed += self._evict_unseen(count - freed)
+            elif not self._unused(node, -1):
+                node.used = self._tick()
+                self._queue(node)
             else:
-                freed += self._drop_tail(leaf, count - freed)
+                freed += self._drop_tail(node, count - freed)
         if self._sliding and freed < count:
             for node in sorted(self.nodes(), key=lambda each: each.used):
                 freed += self._thin(node, [len(node.keys)] * len(node.pages)) if freed < count else 0
         return freed
 
     def _evict_unseen(self, count: int) -> int:
-        """Free pages of windows that no sequence that continues from an edge's end sees, edge by edge until ``count``
-        are free. Return how many were freed."""
+        """Free pages of windows that no sequence sees which goes on from where a prefix ended, edge by edge until
+        ``count`` are free. Return how many were freed."""
         freed = 0
         for _ in range(len(self._unthinned)):
             if freed >= count:
                 break
-            node = self._unthinned.popleft()
-            depth, above = len(node.keys), node.parent
+            node, _ = self._unthinned.popitem(last=False)
+            begin, above = 0, node.parent
             while above is not None:
-                depth, above = depth + len(above.keys), above.parent
-            ahead = [first_page(window, depth * self._page_size, self._page_size) for window in self._windows]
-            behind = [max(0, first - depth + len(node.keys)) for first in ahead]
+                begin, above = begin + len(above.keys), above.parent
+            end = begin + len(node.keys) + self._ahead(node)
+            ahead = [first_page(window, end * self._page_size, self._page_size) for window in self._windows]
+            behind = [min(max(0, first - begin), len(node.keys)) for first in ahead]
             freed += self._thin(node, behind)
             if any(any(pages[:end]) for pages, end in zip(node.pages, behind, strict=True)):
-                self._unthinned.append(node)  # some are in use
+                self._unthinned[node] = None  # some are in use
         return freed
+
+    def _ahead(self, node: _Node) -> int:
+        """Return how many pages after an edge's end the next prefix ends, at most as many as windows reach."""
+        nearest, below = self._reach, [(0, node)]
+        while below:
+            ahead, node = below.pop()
+            if node.ended or not node.children:
+                nearest = min(nearest, ahead)
+            elif ahead < nearest:
+                below += [(ahead + len(child.keys), child) for child in node.children.values()]
+        return nearest
 
     def _thin(self, node: _Node, ends: Sequence[int]) -> int:
         """Free the unused pages of a node's windows, by table before an end. Return how many."""
@@ -200,13 +247,16 @@ class RadixCache:
         node.parent.children[upper.keys[0]] = upper
         node.keys, node.pages, node.parent = node.keys[at:], [pages[at:] for pages in node.pages], upper
         upper.children[node.keys[0]] = node
-        if self._sliding:
-            self._unthinned.append(upper)
+        self._end_at(upper)
+        self._unsee(upper)
         return upper
 
-    def _queue(self, leaf: _Node) -> None:
-        leaf.queued = True
-        heapq.heappush(self._oldest, (leaf.used, leaf.pages[0][-1], leaf))
+    def _queue(self, node: _Node) -> None:
+        """Queue a node for eviction, if it is not queued already."""
+        if not node.queued:
+            node.queued = True
+            used = node.ended if node.children else node.used
+            heapq.heappush(self._oldest, (used, self._tick(), node))
 
     def _drop_tail(self, leaf: _Node, most: int) -> int:
         """Free about ``most`` unused pages at a leaf's end, and unlink the leaf when it is empty. Return how many."""
@@ -222,7 +272,9 @@ class RadixCache:
             self._queue(leaf)
         elif parent is not None:
             del parent.children[first]
-            if parent.keys and not parent.children and not parent.queued:
+            self._unthinned.pop(leaf, None)
+            self._unsee(parent)
+            if parent.keys and not parent.children:
                 self._queue(parent)
         return freed
 

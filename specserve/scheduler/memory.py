@@ -152,7 +152,7 @@ class Memory:
         request.remembered = whole
         tokens, changed = request.tokens[: whole * self.page_size], False
         own = [[0] * hold.start + hold.pages[: whole - hold.start] for hold in request.holds]
-        self.cache.insert(tokens, own, request.salt)
+        self.cache.insert(tokens, own, request.salt, goes_on=request.prefilling)
         found = self.cache.find(tokens, request.salt)
         for hold, before, cached in zip(request.holds, own, found, strict=True):
             self.allocator.share(cached[hold.start :])

@@ -305,6 +305,43 @@ def test_prefixes_of_another_salt_are_not_found() -> None:
     assert allocator.problems() == []
 
 
+def test_windows_stay_where_prefixes_end() -> None:
+    """Not at the ends of chunks. Those of earlier turns go before anything else that was used later; when the last turn
+    has gone, the one before it can be used."""
+    allocator = PageAllocator(100)
+    cache = RadixCacheOfTables(allocator, 1, (None, 4))
+
+    def run(tokens: Tokens, hit: int, *chunks: int) -> None:
+        shared = cache.match(tokens)
+        assert len(shared[0]) == hit
+        new = [allocator.allocate(len(tokens) - hit) for _ in shared]
+        pages = [before + own for before, own in zip(shared, new, strict=True)]
+        for end in (*chunks, len(tokens)):
+            cache.insert(tokens, [own[:end] for own in pages], goes_on=end < len(tokens))
+        for own in new:
+            allocator.release(own)
+
+    def hits(*texts: Tokens) -> list[int]:
+        return [len(cache.match((*tokens, 0))[0]) for tokens in texts]
+
+    first, second = tuple(range(1, 31)), tuple(range(101, 131))
+    run(first[:12], 0, 3, 6, 9)
+    assert cache.evict(1) == 9
+    run(second[:12], 0, 5)
+    run(first[:18], 12)
+    run(second[:18], 12)
+    run(first[:24], 18)
+    run(second[:24], 18)
+    assert allocator.free == 99 - 2 * 24 - (24 - 9) - 24
+    between = 9 + 4 * 3  # windows of the second's first turn, and of all later ones
+    assert cache.evict(between) == between
+    assert [cache.evict(1) for _ in range(2)] == [3, 3]
+    assert cache.evict(6 + 3) == 6 + 3
+    assert hits(first[:24], first[:12], second[:24], second[:12]) == [18, 0, 24, 0]
+    cache.clear()
+    assert (allocator.free, allocator.problems()) == (99, [])
+
+
 @pytest.mark.parametrize("windows", [(None, 6, 6), (9, 5), (None, None, 20)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_tables_with_windows(
@@ -404,7 +441,7 @@ def test_tables_with_windows(
         assert len(set(cached)) == len(cached) == cache.num_pages
     for request in running:
         memory.release(request)
-    assert min(hits, frees) > 100
+    assert min(hits, frees) > 80
     idle = allocator.idle
     assert cache.evict(10**6) == idle
     assert allocator.free == allocator.capacity
