@@ -22,6 +22,7 @@ from specserve_kernels.reference.experts.route import Routes, Routing, Tiles
 FEW_TOKENS = 64  # are put in order by the launch that chooses
 _BLOCK_T = 16  # tokens of a block
 _BLOCK_E = 16  # experts of a program
+_EXPERTS_OF_A_WARP = 32  # with more, pairs that are put in order do not fit into registers
 _LANES = tl.constexpr(4)  # parts of the inputs that are added at the same time, then in order
 
 
@@ -54,7 +55,8 @@ def route(
         made(pairs),
         made(tiles + 1, 3),
     )
-    place = {"E": experts, "K": chosen, "BLOCK_P": tile, "ROWS": _BLOCK_T, "num_warps": 4, **overlap()}
+    warps = max(4, next_power_of_2(experts) // _EXPERTS_OF_A_WARP)
+    place = {"E": experts, "K": chosen, "BLOCK_P": tile, "ROWS": _BLOCK_T, "num_warps": warps, **overlap()}
     _route_kernel[(blocks, cdiv(experts, _BLOCK_E))](
         x_TH,
         weight_EH,
