@@ -22,7 +22,8 @@ from benchmarks.lossless import Models, first_difference, speculation_settings
 from benchmarks.results import options, run_command, write_results
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
-from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.calls import after_thought
+from specserve.constraints.marks import Marks
 from specserve.constraints.matcher import GrammarError, Grammars
 from specserve.core import Thought
 from specserve.frontend.answers import AnswerParser

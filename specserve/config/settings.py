@@ -98,7 +98,8 @@ class Settings:
     tool_call_parser: str = server(
         "auto",
         "How the model writes tool calls. auto: as its chat template says, if that is one known format. none: `tools` "
-        "is refused. qwen, qwen25 and qwen3 are other names of hermes, llama3 of llama3_json.",
+        "is refused. qwen, qwen25 and qwen3 are other names of hermes, llama3 of llama3_json; other names of one model "
+        "mean the same.",
         choices=("auto", "none", *CALL_FORMATS),
     )
     reasoning_parser: str = server(

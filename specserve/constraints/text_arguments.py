@@ -1,13 +1,14 @@
-"""Grammars of arguments as texts between marks: ``<parameter=a>`` text ``</parameter>``."""
+"""Arguments as texts between marks, such as ``<parameter=a>`` text ``</parameter>``, and grammars of them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from specserve.constraints.grammar import SPACE, embedded, expression, lark, quoted
+from specserve.constraints.marks import Frame, Marks
 from specserve.constraints.schemas import (
     KINDS,
     alternatives,
@@ -18,14 +19,6 @@ from specserve.constraints.schemas import (
     texts,
 )
 
-PARAMETER, END_PARAMETER, END_FUNCTION, END_CALL = (
-    "<parameter=",
-    "</parameter>",
-    "</function>",
-    "</tool_call>",
-)
-
-_END = quoted(f"\n{END_PARAMETER}")
 _READ = {
     "number": r"[\-0-9](?s:.*)",
     "integer": r"[\-0-9](?s:.*)",
@@ -49,15 +42,32 @@ _WORDS = {
 }
 
 
+_NO_STRING = {"type": [*_ALL, "array", "object"]}
+Options = list[tuple[str, dict[str, Any]]]
+"""Schemas of which values must match one, and where they are."""
+
+
 class TextArguments:
     """Make ``rules`` of a function's arguments: the rule ``name`` and those that it needs. ``declared``: the function's
     parameters, whose marks end a value. Raise ValueError for what can't be enforced."""
 
-    def __init__(self, name: str, schema: Mapping[str, Any], declared: Collection[str]) -> None:
-        keys = "|".join(map(re.escape, declared)) or r"[^<>\n]{1,128}"
-        self._marks = (
-            f"(?s:.*)(?:{END_PARAMETER}|{END_FUNCTION}{SPACE}{END_CALL}|{PARAMETER}(?:{keys})>)(?s:.*)"
+    def __init__(
+        self, name: str, schema: Mapping[str, Any], declared: Collection[str], frame: Frame, marks: Marks
+    ) -> None:
+        form = frame.text
+        assert form is not None, "arguments are texts"
+        keys = "|".join(map(re.escape, declared)) or form.key
+        ends = (
+            re.escape(form.end),
+            f"{re.escape(form.end_function)}{SPACE}{re.escape(frame.close)}",
+            f"{re.escape(form.before)}(?:{keys}){re.escape(form.named[0])}",
         )
+        self._marks = f"(?s:.*)(?:{'|'.join(ends)})(?s:.*)"
+        self._form = form
+        self._named = " GAP ".join(map(marks.item, form.named)) + (' "\\n"' if form.lines else "")
+        self._typed = marks.item(form.typed) or self._named
+        end = f"\n{form.end}" if form.lines else form.end
+        self._split, self._end = marks.split(end), marks.item(end)
         self._name = name
         self._root = schema
         self._names: dict[str, str] = {}  # of rules, by what they allow
@@ -65,20 +75,20 @@ class TextArguments:
         properties, parts = fields(schema, ""), []
         for key, given, needed in properties.named:
             place = f"properties.{key}"
-            if not re.fullmatch(r"[^<>\n]{1,128}", key):
+            if not re.fullmatch(form.key, key):
                 raise ValueError(f"{place}: the name can't be written in a mark")
-            part = f"({quoted(f'{PARAMETER}{key}>')} {self._value(given, place)} GAP)"
+            part = f"({marks.item(f'{form.before}{key}')} {self._value(given, place)} GAP)"
             parts.append(part if needed else f"{part}?")
         if properties.others is not None:
             taken = "|".join(re.escape(key) for key, _, _ in properties.named)
-            other, key = f"{name.upper()}_KEY", r"/[^<>\n]{1,128}/"
-            self.rules.append(f"{other}: {key}{f' & ~{expression(taken)}' if taken else ''}")
+            other = f"{name.upper()}_KEY"
+            self.rules.append(f"{other}: {expression(form.key)}{f' & ~{expression(taken)}' if taken else ''}")
             value = self._value(properties.others, "additionalProperties")
-            parts.append(f'({quoted(PARAMETER)} {other} ">" {value} GAP)*')
-        self.rules.append(f"{name}: GAP {' '.join(parts)} {quoted(END_FUNCTION)}")
+            parts.append(f"({marks.item(form.before)} {other} {value} GAP)*")
+        self.rules.append(f"{name}: GAP {' '.join(parts)} {marks.item(form.end_function)}")
 
     def _value(self, given: Any, place: str) -> str:
-        """Return the rule of a value with the mark that ends it, as text, JSON or either, as the parser reads it."""
+        """Return the rule of a value with the marks around it, as text, JSON or either, as the parser reads it."""
         options, kinds = alternatives(given, self._root, place), kinds_of(given, self._root)
         if not options:
             raise ValueError(f"{place}: allows no value")
@@ -90,19 +100,25 @@ class TextArguments:
                 raise ValueError(
                     f"{place}: alternatives without a type can't be enforced in this format of calls"
                 )
-            if not kinds or "string" in kinds:
-                self._text(name, options, kinds, place)
-            else:
-                given = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-                self.rules.append(
-                    f'{name}: "\\n" {embedded(self_contained(given, self._root), place)} {_END}'
-                )
+            strings, others = (options, []) if not kinds or "string" in kinds else ([], options)
+            if self._form.typed:
+                kinds, (strings, others) = {"string"}, _parted(options)
+            either = []
+            if strings:
+                either.append(f"{self._named} ({' | '.join(self._text(name, strings, kinds, place))})")
+            if others:
+                schemas = [each for _, each in others]
+                value = self._json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, place)
+                either.append(f"{self._typed} {value}")
+            self.rules.append(f"{name}: {' | '.join(either)}")
         return self._names[key]
 
-    def _text(
-        self, name: str, options: Sequence[tuple[str, dict[str, Any]]], kinds: set[str], place: str
-    ) -> None:
-        """Add the rules of a value that may be a string."""
+    def _json(self, schema: dict[str, Any], place: str) -> str:
+        """Return an item of JSON with the mark that ends it."""
+        return f"{embedded(self_contained(schema, self._root), place)} {self._end}"
+
+    def _text(self, name: str, options: Options, kinds: set[str], place: str) -> list[str]:
+        """Add the rules of a value that may be a string; return items of it with the mark that ends it."""
         strings, values, whole = list[str](), list[Any](), list[tuple[str, dict[str, Any]]]()
         plain = {each["type"] for _, each in options if each.keys() == {"type"}} & _ALL.keys()
         for at, each in options:
@@ -119,19 +135,32 @@ class TextArguments:
         allowed = {json.dumps(each) for each in values}
         written = [_written(each, allowed, plain, kinds, self._marks, place) for each in values]
         bodies = [*strings, *map(expression, [*(_ALL[kind] for kind in sorted(plain)), *written])]
-        rules = [
-            f"{name}_text[lazy]: {name.upper()}",
-            f"{name.upper()}: (({' | '.join(bodies)}) & ~{self._name.upper()}_MARKS) {_END}",
-        ]
+        before, rest = self._split
+        ended = f"& ~{self._name.upper()}_MARKS) {quoted(before) if before else ''}"
+        self.rules.append(f"{name.upper()}: (({' | '.join(bodies)}) {ended}")
         try:
-            lark("\n".join([f"start: {name}_text", self.rules[0], *rules]))
+            lark("\n".join([f"start: {name.upper()}", self.rules[0], self.rules[-1]]))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        either = [
-            f"{name}_text",
-            *(f"{embedded(self_contained(each, self._root), at)} {_END}" for at, each in whole),
-        ]
-        self.rules += [*rules, f'{name}: "\\n" ({" | ".join(either)})']
+        self.rules.append(f"{name}_text{'' if rest else '[lazy]'}: {name.upper()} {rest}")
+        return [f"{name}_text", *(self._json(each, at) for at, each in whole)]
+
+
+def _parted(options: Options) -> tuple[Options, Options]:
+    """Return the alternatives that are strings, and the others."""
+    strings: Options = []
+    others: Options = []
+    for at, each in options:
+        if "enum" in each:
+            for part, is_string in ((strings, True), (others, False)):
+                values = [value for value in each["enum"] if isinstance(value, str) == is_string]
+                part += [(at, {"enum": values})] if values else []
+        elif each.get("type", "string") == "string":
+            strings.append((at, each))
+            others += [] if "type" in each else [(at, _NO_STRING)]
+        else:
+            others.append((at, each))
+    return strings, others
 
 
 def _written(

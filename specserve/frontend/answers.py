@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.constraints.calls import HARMONY, THINK, Marks, ThoughtMarks, after_thought
+from specserve.constraints.calls import after_thought
+from specserve.constraints.marks import HARMONY, THINK, Marks, ThoughtMarks
 from specserve.core import FieldError, SamplingParams, Thought
-from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
+from specserve.frontend.parsers.base import Call, CallParser, Content, Event, Parser
 from specserve.frontend.parsers.harmony import MARKS, HarmonyParser
 from specserve.frontend.parsers.registry import AUTO, NONE, Format
 from specserve.frontend.parsers.registry import HARMONY as HARMONY_CALLS
@@ -23,8 +24,9 @@ _TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
 
 
 class AnswerParser(Parser):
-    """Parse the reasoning first, if it is separated, then the calls in the content, if there are functions to call.
-    ``marks``: special tokens that the text must contain."""
+    """Parse the reasoning first, if it is separated, then the calls in the content, if there are functions to call;
+    calls in the reasoning only if the model ended its answer and not the reasoning. ``marks``: special tokens that the
+    text must contain."""
 
     def __init__(
         self,
@@ -49,8 +51,12 @@ class AnswerParser(Parser):
         return self._in_content(self._thought.feed(text) if self._thought else [Content(text)])
 
     def finish(self, cut: bool = False) -> list[Event]:
-        events = self._in_content(self._thought.finish() if self._thought else [])
-        return events + (self._calls.finish(cut) if self._calls else [])
+        thought, calls = self._thought, self._calls
+        if isinstance(thought, ThinkParser) and thought.held and calls is not None and not cut:
+            found = [*calls.feed(thought.held.lstrip()), *calls.finish()]
+            return found if any(isinstance(event, Call) for event in found) else thought.finish()
+        events = self._in_content(thought.finish() if thought else [])
+        return events + (calls.finish(cut) if calls else [])
 
     def _in_content(self, events: list[Event]) -> list[Event]:
         if self._calls is None:
@@ -141,20 +147,21 @@ class Formats:
     def _parser(self, prompt: Sequence[int], calls: Calls | None, has_form: bool) -> AnswerParser:
         """Return a parser for one answer. ``has_form``: if it has no calls, it is of a given form."""
         thought, parser = None, None
-        marks: tuple[str, ...] = ()
+        marks, opens = tuple[str, ...](), list[str]()
         if self.around == HARMONY:
             known = calls is not None and self.calls is HARMONY_CALLS
             separate, functions = self.close is not None, functions_of(calls.tools) if calls and known else {}
             messages = HarmonyParser(functions, separate)
             return AnswerParser(messages, None, MARKS) if separate else AnswerParser(None, messages, MARKS)
-        if self.close is not None:
-            end = self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
-            thought = ThinkParser(end, self.around)
-            marks += self.around.tokens
         if calls is not None and calls.tools and self.calls is not None:
             parser = self.calls.parser(functions_of(calls.tools))
             parser.either = has_form or calls.calls_or_text(self.calls)
             marks += self.calls.marks
+            opens = [each for each in self.calls.frame(()).opens if any(mark in each for mark in marks)]
+        if self.close is not None:
+            end = self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+            thought = ThinkParser(end, self.around, opens)
+            marks += self.around.tokens
         return AnswerParser(thought, parser, marks)
 
     def _form_with_calls(self, calls: Calls, form: Form | None) -> Form | None:

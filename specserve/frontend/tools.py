@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from specserve.constraints.calls import Function, Marks, calls_grammar
+from specserve.constraints.calls import Function, calls_grammar
+from specserve.constraints.marks import Marks
 from specserve.core import FieldError
 from specserve.frontend.conversation import json_object
 from specserve.frontend.fields import ByType, ListOf, Strict, Text, explain

@@ -17,7 +17,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from specserve import grammar
-from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.calls import after_thought
+from specserve.constraints.marks import Marks
 from specserve.core import FieldError
 from specserve.frontend.parsers.base import Arguments, Call, Content, merged
 from specserve.frontend.parsers.registry import FORMATS
@@ -74,7 +75,7 @@ def strict(name: str, parameters: Any) -> Tool:
     return Tool.model_validate({"type": "function", "function": function})
 
 
-@pytest.mark.parametrize("format_", ["llama3_json", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("format_", ["llama3_json", "qwen3_coder", "pythonic", "glm45", "deepseek_v32"])
 @pytest.mark.parametrize(("choice", "parallel"), [("auto", True), ("required", False)])
 def test_all_kinds_of_arguments(walker: Walker, format_: str, choice: Any, parallel: bool) -> None:
     """What a grammar admits is read as arguments that are valid."""
@@ -85,10 +86,14 @@ def test_all_kinds_of_arguments(walker: Walker, format_: str, choice: Any, paral
         "llama3_json": ('{"name": "', '", "parameters": {'),
         "qwen3_coder": ("<tool_call>\n<function=", ">\n"),
         "pythonic": ("[", "("),
+        "glm45": ("<tool_call>", "\n"),
+        "deepseek_v32": ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="', '">\n'),
     }[format_]
     rng, found = random.Random(format_), Counter[str]()
     for name in [*OF_KINDS, *OF_KINDS, ""]:
-        answer = walker.draw(text, rng, begin + name + tail if name else "", 120)
+        answer = walker.draw(
+            text, rng, begin + name + tail if name else "", 300 if format_ == "deepseek_v32" else 120
+        )
         if answer is None:
             continue
         parser = FORMATS[format_].parser(functions_of(tools))
@@ -114,6 +119,8 @@ TREE = {"type": "object", "properties": {"left": {"$ref": "#"}}}
 WEATHER = [strict("weather", CITY), strict("tree", TREE)]
 DATES = jsonschema.FormatChecker(["date"])
 CODER = "<tool_call>\n<function=weather>\n{}</function>\n</tool_call>"
+INVOKE = '<invoke name="weather">\n<parameter name="x">{}</parameter>\n</invoke>'
+DSML = '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="x" string="{}</｜DSML｜parameter>\n</｜DSML｜invoke>'
 
 
 def value(text: str) -> str:
@@ -160,6 +167,18 @@ def strange(**given: Any) -> list[Tool]:
         ("qwen3_coder", "required", strange(enum=["a\nb", "c/d\t", "\\"]), [
             *(CODER.format(value(text)) for text in ("a\nb", "c/d\t", "\\")),
         ], [*(CODER.format(value(text)) for text in (r"a\nb", "a\\\nb", "a", r"\\"))]),
+        ("glm45", "required", strange(type=["integer", "string"]), [
+            *(f"<tool_call>weather\n<arg_key>x</arg_key>\n<arg_value>{x}</arg_value></tool_call>" for x in ("", "a\n")),
+            "<tool_call>weather<arg_key>x</arg_key><arg_value>\n-5</arg_value></tool_call>",
+        ], ["<tool_call>weather<arg_key>x</arg_key><arg_value></tool_call></arg_value></tool_call>"]),
+        ("minimax_m2", "required", [strict("f", None), *strange(type="string")], [
+            f'<minimax:tool_call>\n{INVOKE.format("5")}\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+            f'{INVOKE.format("")}</minimax:tool_call>',
+        ], [INVOKE.format(5)]),
+        ("deepseek_v4", "required", strange(anyOf=[{"type": "string", "maxLength": 2}, {"enum": ["five", 5]}]), [
+            f"<｜DSML｜tool_calls>\n{DSML.format(each)}\n</｜DSML｜tool_calls>"
+            for each in ('true">5', 'true">', 'true">five', 'false">5')
+        ], [f"{DSML.format(each)}</｜DSML｜tool_calls>" for each in ('true">555', 'false">"five"', 'false">', '">5')]),
         ("qwen3_coder", "required", strange(enum=["a", True, None, 7]), [
             *(CODER.format(value(text)) for text in ("a", "true", "null", "7")),
         ], [*(CODER.format(value(text)) for text in ("b", "false", "8", ""))]),

@@ -8,8 +8,9 @@ import pytest
 
 from specserve.config import Settings, resolve_paths
 from specserve.config.choices import CALL_FORMATS, REASONING_FORMATS
-from specserve.constraints.calls import HARMONY
+from specserve.constraints.marks import HARMONY
 from specserve.frontend.answers import Formats
+from specserve.frontend.parsers import json_calls, text_calls
 from specserve.frontend.parsers.registry import FORMATS, choose_format
 
 
@@ -23,11 +24,15 @@ def test_settings_name_the_formats() -> None:
         for note in resolve_paths(unread)[1]
     )
     with pytest.raises(
-        ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic, gemma4"
+        ValueError,
+        match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic, .*gemma4",
     ):
-        Settings(tool_call_parser="glm")
+        Settings(tool_call_parser="longcat")
     with pytest.raises(ValueError, match=r"reasoning.parser.*none, qwen3, deepseek_r1, .*mimo"):
-        Settings(reasoning_parser="glm")
+        Settings(reasoning_parser="longcat")
+
+
+DEEPSEEK = "".join(json_calls.DEEPSEEK_MARKS)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,18 @@ def test_settings_name_the_formats() -> None:
         ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
         ("{% if tools %}<tool_call></tool_call><function=f><parameter=a>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),
+        (
+            "{% if tools %}<tool_call>" + "".join(text_calls.GLM_MARKS[2:]) + "</tool_call>{% endif %}",
+            "glm45",
+        ),
+        ("{% if tools %}<minimax:tool_call>{{ calls }}</minimax:tool_call>{% endif %}", "minimax_m2"),
+        ("{% if tools %}" + DEEPSEEK + "{% endif %}", "deepseek_v31"),
+        ("{% if tools %}" + DEEPSEEK + "```json{% endif %}", "deepseek_v3"),
+        (DEEPSEEK, None),
+        ("{% if tools %}<｜tool▁outputs▁begin｜>{% endif %}", None),
+        ("{% if tools %}<{{ '｜DSML｜' }}function_calls>{{ m.tool_calls }}{% endif %}", "deepseek_v32"),
+        ("{% if tools %}<{{ '｜DSML｜' }}tool_calls>{% endif %}", "deepseek_v4"),
+        ("{% if tools %}<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}{% endif %}", "kimi_k2"),
         ("<tool_call></tool_call>", None),
         ("{% if tools %}f(){% endif %}", None),
         ("", None),

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 from specserve import grammar
-from specserve.constraints.calls import CHANNEL, Marks, after_thought
+from specserve.constraints.calls import after_thought
 from specserve.constraints.grammar import is_of_schemas
+from specserve.constraints.marks import CHANNEL, Marks
 from specserve.core import FieldError
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
@@ -79,6 +81,15 @@ def check(events: list[Event], held: Sequence[str]) -> list[str]:
 
 
 HELD = ["hermes", "llama3_json", "mistral", "qwen3_coder", "gemma4"]
+TABLED = [
+    "glm45",
+    "minimax_m2",
+    "deepseek_v32",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+]  # described by the same code
+HOW = ["required", "one", "named", "thought", "opened"]
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -99,8 +110,7 @@ def test_calls_after_thoughts_in_a_channel(walker: Walker, opened: bool) -> None
         assert check(events, [*SCHEMAS])
 
 
-@pytest.mark.parametrize("format_", HELD)
-@pytest.mark.parametrize("how", ["required", "one", "named", "thought", "opened"])
+@pytest.mark.parametrize(("format_", "how"), [*product(HELD, HOW), *product(TABLED, ["required", "opened"])])
 def test_calls_that_must_come(walker: Walker, format_: str, how: str) -> None:
     choice = named("tree") if how == "named" else "required"
     calls = Calls(tools(), choice, False if how == "one" else None)
@@ -112,7 +122,7 @@ def test_calls_that_must_come(walker: Walker, format_: str, how: str) -> None:
         text = after_thought(text, walker.marks, how == "opened")
     rng, ended, most, thought = random.Random(how + format_), 0, 0, 0
     for _ in range(30):
-        if (answer := walker.draw(text, rng, begin)) is None:
+        if (answer := walker.draw(text, rng, begin, 300 if how == "required" else 150)) is None:
             continue
         events = read(answer, format_, prompt)
         called = check(events, [*SCHEMAS])
@@ -134,12 +144,20 @@ MARKS = {
     "mistral": "[TOOL_CALLS]",
     "qwen3_coder": "<function=",
     "gemma4": "<|tool_call>",
+    "glm45": "<tool_call>",
+    "minimax_m2": '<invoke name="',
+    "deepseek_v32": '<｜DSML｜invoke name="',
+    "deepseek_v3": "<｜tool▁call▁begin｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>",
+    "kimi_k2": "<|tool_call_begin|>",
 }
+HELD_FREELY = [format_ for format_ in HELD if format_ in MARKS]
 
 
-@pytest.mark.parametrize("format_", MARKS)
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("prompt", [None, "<think>"])
+@pytest.mark.parametrize(
+    ("format_", "parallel", "prompt"),
+    [*product(HELD_FREELY, [True, False], [None, "<think>"]), *product(TABLED, [True], [None])],
+)
 def test_calls_that_may_come(walker: Walker, format_: str, parallel: bool, prompt: str | None) -> None:
     """What is begun is a call, of a strict function a valid one; text before and after is free."""
     text = Calls(tools("weather"), "auto", parallel).grammar(FORMATS[format_], walker.marks)
@@ -164,7 +182,7 @@ def test_calls_that_may_come(walker: Walker, format_: str, parallel: bool, promp
     assert min(found[0], found[1]) > 2, found
 
 
-@pytest.mark.parametrize("format_", MARKS)
+@pytest.mark.parametrize("format_", HELD_FREELY)
 @pytest.mark.parametrize("prompt", [None, "<think>"])
 def test_calls_or_json(walker: Walker, format_: str, prompt: str | None) -> None:
     """Never both, and no other text."""

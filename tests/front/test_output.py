@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specserve.constraints.calls import THINK
+from specserve.constraints.marks import THINK
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.output import OutputProcessor, StopFinder

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from specserve.constraints.calls import CHANNEL
+from specserve.constraints.marks import CHANNEL
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Parser, Reasoning, call, merged
 from specserve.frontend.parsers.harmony import HarmonyParser
+from specserve.frontend.parsers.json_calls import KIMI_K2
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.parsers.think import ThinkParser
 
@@ -324,6 +325,10 @@ QWEN3_CODER: dict[str, Found] = {
         "<function=f> <parameter=a\n>1</parameter></function>",
     )},
 }  # fmt: skip
+KIMI_CALL = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+DEEPSEEK_CALL = (
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{RAW_ARGUMENTS}\n```<｜tool▁call▁end｜>"
+)
 GEMMA_CITY = (
     '<|tool_call>call:get_weather{city:<|"|>Zürich, "x" {}:]\n<tool_call|><|"|>,'
     "days:3,l:[1.5,true,{}]}<tool_call|>"
@@ -357,6 +362,75 @@ GEMMA4: dict[str, Found] = {
     **{text: content(text) for text in (
         "<|tool_call>", "<|tool_call>call:g{}<tool_call|>", "<|tool_call>call:f", "<|tool_call>f{}", "call:f{}",
     )},
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Found] = {
+    f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}<｜tool▁calls▁end｜>": RAW_CALL,
+    f"So.\n{DEEPSEEK_CALL}": [Content("So."), *RAW_CALL],
+    f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}\n{DEEPSEEK_CALL}<｜tool▁calls▁end｜>so": [*RAW_CALL * 2, Content("\nso")],
+    "<｜tool▁call▁begin｜>f\n{}\n``` <｜tool▁calls▁end｜>": calls(("f", "{}")),
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}\n``": calls(("get_weather", "{}")),
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": [NaN]}': [*calls(("f", '{"a": [')), Content("NaN]}")],
+    f"<｜tool▁call▁begin｜>bla {DEEPSEEK_CALL}": [Content("<｜tool▁call▁begin｜>bla"), *RAW_CALL],
+    **{text: content(text) for text in (
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "<｜tool▁call▁begin｜>g{}",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>ff\n```json\n{}", "<｜tool▁sep｜>f\n{}",
+    )},
+}  # fmt: skip
+KIMI: dict[str, Found] = {
+    "So. <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    f"{RAW_ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{{}}"
+    "<|tool_call_end|><|tool_calls_section_end|>": [Content("So."), *RAW_CALL, *calls(("get_weather", "{}"))],
+    "<|tool_call_begin|> f <|tool_call_argument_begin|> {} ": calls(("f", "{}")),
+    "<|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>{": calls(("f", "{")),
+    "<|tool_call_begin|>functions.f:x<|tool_call_argument_begin|>{}": content(
+        "<|tool_call_begin|>functions.f:x<|tool_call_argument_begin|>{}"
+    ),
+}
+GLM: dict[str, Found] = {
+    "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1 </arg_value>\n</tool_call>": calls(("f", '{"a": "1 "}')),
+    "So.<tool_call>get_weather<arg_key>city</arg_key><arg_value>\nZü\"</tool_call></arg_value><arg_key>days</arg_key>"
+    "<arg_value>3</arg_value></tool_call><tool_call>f</tool_call> so": [
+        Content("So."), *calls(("get_weather", r"""{"city": "\nZü\"</tool_call>", "days": 3}"""), ("f", "{}")),
+        Content(" so"),
+    ],
+    "<tool_call>get_weather<arg_key>where</arg_key><arg_value>[\"</arg_value></tool_call>\"]</arg_value></tool_call>": (
+        calls(("get_weather", r"""{"where": "[\"</arg_value></tool_call>\"]"}"""))
+    ),
+    "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>": calls(("f", '{"a": "1"}')),
+    "<tool_call>f<arg_key>a</arg_key><arg_value>x<arg_key>b</arg_key><arg_value>y</tool_call>": calls(
+        ("f", '{"a": "x", "b": "y"}')
+    ),
+    "<tool_call>f<arg_key>a</arg_key>b<arg_value>x</arg_value></tool_call>": content(
+        "<tool_call>f<arg_key>a</arg_key>b<arg_value>x</arg_value></tool_call>"
+    ),
+    "<tool_call>ff<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>": content(
+        "<tool_call>ff<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>"
+    ),
+    **{text: content(text) for text in ("<tool_call>f", "<tool_call>f<arg_key>a</arg_key", f"<tool_call>{F}")},
+}  # fmt: skip
+MINIMAX: dict[str, Found] = {
+    '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city"> Zü <b>\n</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>\nso': [
+        *calls(("get_weather", r"""{"city": " Zü <b>\n", "days": 3}"""), ("f", "{}")), Content("\n\nso"),
+    ],
+    '<invoke name="f"><parameter name="odd "key">1</parameter></invoke>': content(
+        '<invoke name="f"><parameter name="odd "key">1</parameter></invoke>'
+    ),
+}  # fmt: skip
+DSML: dict[str, Found] = {
+    'So. <｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+    '5</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">[3, "</｜DSML｜parameter></｜DSML｜invoke>"]'
+    '</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">'
+    "5.0</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>": [
+        Content("So."),
+        *calls(
+            ("get_weather", '{"city": "5", "days": [3, "</｜DSML｜parameter></｜DSML｜invoke>"]}'), ("f", '{"a": 5.0}')
+        ),
+    ],
+    '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">x': calls(("f", '{"a": "x"}')),
+    '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="maybe">x': content(
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="maybe">x'
+    ),
 }  # fmt: skip
 THINK: dict[str, Found] = {
     "<think>\nHm <b>.\n\nSo\n</think>\n\n Hi \n": [Reasoning("Hm <b>.\n\nSo"), Content("Hi \n")],
@@ -410,6 +484,38 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "pythonic": (tools_of("pythonic"), PYTHONIC),
     "qwen3_coder": (tools_of("qwen3_coder"), QWEN3_CODER),
     "gemma4": (tools_of("gemma4"), GEMMA4),
+    "glm45": (tools_of("glm47"), GLM),
+    "minimax_m2": (tools_of("minimax_m2"), MINIMAX),
+    "deepseek_v32": (tools_of("deepseek_v32"), DSML),
+    "deepseek_v4": (
+        tools_of("deepseek_v4"),
+        {text.replace("function_calls", "tool_calls"): each for text, each in DSML.items()},
+    ),
+    "deepseek_v3": (tools_of("deepseek_v3"), DEEPSEEK_V3),
+    "deepseek_v31": (
+        tools_of("deepseekv31"),
+        {
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f"
+            '<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>': calls(
+                ("f", "{}"), ("f", '{"a": 1}')
+            ),
+        },
+    ),
+    "kimi_k2": (tools_of("kimi_k2"), KIMI),
+    "kimi_k2, thinking": (
+        lambda: AnswerParser(ThinkParser("", calls=KIMI_K2.opens), FORMATS["kimi_k2"].parser(NAMES)),
+        {
+            f"<think>Hm. <|tool_calls_section_begin|>{KIMI_CALL}<|tool_calls_section_end|>": [
+                Reasoning("Hm."),
+                *calls(("f", "{}")),
+            ],
+            f"<think>Hm. {KIMI_CALL} so": [Reasoning("Hm."), *calls(("f", "{}")), Content(" so")],
+            f"<think>\n{KIMI_CALL} so\n</think>So": [Reasoning(f"{KIMI_CALL} so"), Content("So")],
+            f"<think>Hm.\n\n<|tool_call_begin|>{KIMI_CALL[:30]} \n": [
+                Reasoning(f"Hm.\n\n<|tool_call_begin|>{KIMI_CALL[:30]}")
+            ],
+        },
+    ),
     "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
     "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
     "channel": (
@@ -512,9 +618,13 @@ def pieces_of(text: str, draw: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+DSML_CALL = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="'
 BEGUN = {
     "qwen3_coder": ["<function=f><parameter=a>", "<function=get_weather>"],
     "pythonic": ["[f(a=1, ", "[f(), f(a=1, b=2), get_weather(c="],
+    "glm45": ["<tool_call>f<arg_key>a</arg_key><arg_value>", "<tool_call>get_weather\n"],
+    "minimax_m2": ['<invoke name="f"><parameter name="a">', '<minimax:tool_call><invoke name="get_weather">'],
+    "deepseek_v32": [f'{DSML_CALL}true">', f'{DSML_CALL}false">'],
 }
 
 
@@ -582,7 +692,9 @@ def test_objects_are_read_as_they_were_written(kind: str) -> None:
         assert not any(isinstance(event, Content) for event in events)
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "kind", [*dict.fromkeys(each.name for each in FORMATS.values() if each.name != "gpt-oss")]
+)
 def test_nothing_is_lost(kind: str) -> None:
     """Without functions all is content, as it came."""
     for text in KINDS[kind][1]:
@@ -669,6 +781,7 @@ HOSTILE_CALLS = {
     ("pythonic", "[f(a=1,b,[f(),f(b=[f(a=1,"): 2,
     ("gemma4", '<|tool_call>call:f{a:<|"|>'[:25]): 1,
     ("gemma4", '<|tool_call>call:f{a:"aaa'): 1,
+    ("glm45", "<tool_call>f<arg_key>a</a"): 1,
     ("mistral", TOOLS): 600,
     ("llama3_json", TOOLS): 600,
 }
@@ -705,13 +818,19 @@ HOSTILE_CALLS = {
         "[f(a=1,b=" * 5_000 + "}",
         "[f(a=1,b,[f(),f(b=" * 2_500 + "}",
         "[TOOL_CALLS][" + f"{F}," * 600 + "}",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<arg_key>a</arg_key>" * 1_000,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * 12_000,
+        "<tool_call>f\n<arg_key>a</arg_key>" + " " * 25_000,
+        "<｜tool▁call▁begin｜>" * 2_000,
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" * 2_000,
         " " * 25_000,
     ],
     ids=lambda text: text[:20],
 )
 def test_hostile_texts_take_no_longer(text: str) -> None:
     begin = time.process_time()
-    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "gemma4", "think"):
+    names = "hermes, llama3_json, mistral, pythonic, qwen3_coder, gemma4, think, glm45, deepseek_v3"
+    for kind in names.split(", "):
         parser = KINDS[kind][0]()
         events = [event for at in range(0, len(text), 8) for event in parser.feed(text[at : at + 8])]
         count = sum(isinstance(event, Call) for event in [*events, *parser.finish()])

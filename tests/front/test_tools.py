@@ -12,7 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve import grammar
-from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.calls import after_thought
+from specserve.constraints.marks import Marks
 from specserve.core import Thought
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.template import ChatTemplate

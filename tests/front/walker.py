@@ -12,14 +12,17 @@ import llguidance
 import numpy as np
 
 from specserve.config.paths import BUNDLED_MODEL
-from specserve.constraints.calls import Marks
+from specserve.constraints.marks import Marks
 from specserve.constraints.matcher import Grammars
+from specserve.frontend.parsers.json_calls import DEEPSEEK_MARKS, KIMI_MARKS
+from specserve.frontend.parsers.text_calls import DSML, GLM_MARKS, MINIMAX_MARKS
 
 END = 1
 ENDS = ("}", "]", '"', "t", ")", "\n</parameter>\n</function>")
 TOKENS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<other>"),
     *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
+    *(*DEEPSEEK_MARKS, *KIMI_MARKS, *GLM_MARKS[2:], *MINIMAX_MARKS, DSML),
 )
 
 
@@ -32,7 +35,8 @@ class Walker:
         self.vocabulary: dict[str, int] = given["model"]["vocab"]
         self.added = {text: 4096 + index for index, text in enumerate(added)}
         given["added_tokens"] += [
-            {**plain, "id": token, "content": text} for text, token in self.added.items()
+            {**plain, "id": token, "content": text, "special": text == DSML}
+            for text, token in self.added.items()
         ]
         (folder / "tokenizer.json").write_text(json.dumps(given))
         self.size = 4096 + len(added)
@@ -86,6 +90,9 @@ class Walker:
         return True
 
     def _spelled(self, text: str) -> list[int]:
-        text = text.replace(" ", "Ġ").replace("\n", "Ċ")
-        pieces = re.findall("|".join(map(re.escape, (*self.added, "."))).replace(r"\.", "."), text)
-        return [self.added.get(piece) or self.vocabulary[piece] for piece in pieces]
+        pieces = re.findall("|".join(map(re.escape, (*self.added, "."))).replace(r"\.", "(?s:.)"), text)
+        return [
+            token
+            for piece in pieces
+            for token in ([self.added[piece]] if piece in self.added else self._bytes.tokenize_str(piece))
+        ]

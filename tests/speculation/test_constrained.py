@@ -14,7 +14,8 @@ from benchmarks.configurations import SPECULATION
 from benchmarks.constrained import MARKS, Report, Row, kinds, marked_model, run
 from benchmarks.lossless import Models
 from specserve import LLM, SamplingParams, grammar
-from specserve.constraints.calls import Marks, after_thought
+from specserve.constraints.calls import after_thought
+from specserve.constraints.marks import Marks
 from specserve.core import Thought
 from specserve.frontend.tokenizer import byte_alphabet
 from tests.engines import Checkpoints

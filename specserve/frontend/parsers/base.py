@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Call:
     name: str
 
 
+_SPACE = re.compile(r"\s*")
 Event = Content | Reasoning | Arguments | Call
 
 
@@ -116,7 +118,7 @@ class CallParser(Parser):
     may be called. ``either``: an answer that does not begin with a call has none.
     """
 
-    opens: ClassVar[tuple[str, ...]]
+    opens: tuple[str, ...]
     either = False
 
     def __init__(self, functions: Functions) -> None:
@@ -187,6 +189,26 @@ def overlap(text: str, stop: str) -> int:
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)
     return len(text) - at if at >= 0 else 0
+
+
+def space_after(text: str, at: int) -> int:
+    """Return where the white space ends that begins at ``at``."""
+    found = _SPACE.match(text, at)
+    assert found is not None, "the pattern also matches an empty string"
+    return found.end()
+
+
+def after_marks(text: str, at: int, marks: Iterable[str], final: bool) -> int | None:
+    """Return where the marks end that follow ``at`` in this order, after white space; each may be missing, and the last
+    one may be cut. None if that is undecided."""
+    for mark in marks:
+        begin = space_after(text, at)
+        rest = text[begin : begin + len(mark)]
+        if rest == mark:
+            at = begin + len(mark)
+        elif mark.startswith(rest):
+            return len(text) if final else None
+    return at
 
 
 class _Prose:

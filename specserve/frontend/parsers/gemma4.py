@@ -10,15 +10,25 @@ import json
 import re
 from typing import Literal
 
-from specserve.constraints.calls import Frame
+from specserve.constraints.marks import Frame
 from specserve.frontend.conversation import read_object
-from specserve.frontend.parsers.base import Arguments, Call, CallParser, Event, Functions, Read, overlap
+from specserve.frontend.parsers.base import (
+    Arguments,
+    Call,
+    CallParser,
+    Event,
+    Functions,
+    Read,
+    after_marks,
+    overlap,
+    space_after,
+)
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-FRAME = Frame('"call:" call', open=OPEN, close=CLOSE)
+FRAME = Frame("call", open=OPEN, close=CLOSE, prefix="call:")
 _KEY, _VALUE = re.compile(r"[^:,{}\[\]]+"), re.compile(r"[^,{}\[\]]+")  # without quotes
 _WRITTEN, _CONTROL = re.compile(r'(?:[^"\\]+|\\.)*', re.S), re.compile(r"[\x00-\x1f]")
-_SPACE, _CLOSES = re.compile(r"\s*"), {"{": "}", "[": "]"}
+_CLOSES = {"{": "}", "[": "]"}
 _Next = Literal["key", "colon", "value", "item", "comma"]
 
 
@@ -87,9 +97,7 @@ class Gemma4Parser(CallParser):
         return self._advance(size, piece + '"', self._next)
 
     def _token(self, text: str) -> str | None:
-        space = _SPACE.match(text, self._at)
-        assert space is not None, "the pattern also matches an empty string"
-        self._at = space.end()
+        self._at = space_after(text, self._at)
         mark = text[self._at : self._at + 1]
         starts, is_key = self._next in ("key", "value", "item"), self._next == "key"
         if not mark or (
@@ -140,7 +148,6 @@ class Gemma4Parser(CallParser):
 
     def _ends(self, text: str) -> bool:
         """Return whether the end mark was read or can't follow."""
-        rest = text[self._at :].lstrip()
-        if rest.startswith(CLOSE):
-            self._at = len(text) - len(rest) + len(CLOSE)
-        return rest.startswith(CLOSE) or not CLOSE.startswith(rest)
+        end = after_marks(text, self._at, (CLOSE,), self._final)
+        self._at = self._at if end is None else end
+        return end is not None

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Iterable
 from typing import Literal
 
-from specserve.constraints.calls import Frame
 from specserve.constraints.grammar import SPACE
+from specserve.constraints.marks import Frame
 from specserve.frontend.conversation import read_object
 from specserve.frontend.parsers.base import (
     Arguments,
@@ -29,7 +29,7 @@ def _begins(names: Iterable[str]) -> str:
 
 
 FRAME = Frame(
-    "first", "first (COMMA call)*", open="[", close="]", begin="(", kind="python", end=")", alone=_begins
+    "first", "first (COMMA call)*", open="[", close="]", begin="(", python=True, end=")", alone=_begins
 )
 _TOKEN = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[^\W\d]\w*)\s*=\s*|(?P<word>True|False|None)\b"""

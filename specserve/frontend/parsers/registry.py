@@ -7,15 +7,15 @@ import secrets
 import string
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from specserve.constraints.calls import Frame
-from specserve.constraints.text_arguments import PARAMETER
-from specserve.frontend.parsers import gemma4, harmony, json_calls, pythonic, qwen3_coder
+from specserve.constraints.marks import Frame
+from specserve.frontend.parsers import gemma4, harmony, json_calls, pythonic, text_calls
 from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
 _OTHERS = ("<function=", "<arg_key>", "<parameter=", "DSML", "<|tool_calls_section_begin|>", "<｜tool")
-"""Marks in templates of unsupported formats that resemble supported ones."""
+"""Marks that tell formats apart which resemble each other."""
 
 
 def _openai_id() -> str:
@@ -45,6 +45,18 @@ class Format:
         return all(sign in template for sign in self.signs)
 
 
+def _named(name: str, frame: Frame, marks: tuple[str, ...], *signs: str) -> Format:
+    """Return a format whose calls have the name before JSON."""
+    parser = partial(json_calls.NamedCallParser, frame=frame)
+    return Format(name, parser, (*frame.opens, *signs), marks, lambda _: frame)
+
+
+def _texts(name: str, frame: Frame, marks: tuple[str, ...], *signs: str) -> Format:
+    """Return a format whose arguments are texts."""
+    parser = partial(text_calls.TextCallParser, frame=frame)
+    return Format(name, parser, signs, marks, lambda _: frame)
+
+
 _HERMES = Format(
     "hermes",
     json_calls.HermesParser,
@@ -68,13 +80,6 @@ _MISTRAL = Format(
     json_calls.mistral_frame,
     new_id=_short_id,
 )
-_QWEN3_CODER = Format(
-    "qwen3_coder",
-    qwen3_coder.Qwen3CoderParser,
-    (*_HERMES.signs, qwen3_coder.FUNCTION, PARAMETER),
-    _HERMES.marks,
-    lambda _: qwen3_coder.FRAME,
-)
 _PYTHONIC = Format(
     "pythonic",
     pythonic.PythonicParser,
@@ -89,6 +94,17 @@ _GEMMA4 = Format(
     (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE),
     lambda _: gemma4.FRAME,
 )
+_QWEN3_CODER = _texts(
+    "qwen3_coder", text_calls.QWEN3_CODER, _HERMES.marks, *_HERMES.signs, "<function=", "<parameter="
+)
+_GLM45 = _texts("glm45", text_calls.GLM45, text_calls.GLM_MARKS, *text_calls.GLM_MARKS)
+_MINIMAX_M2 = _texts("minimax_m2", text_calls.MINIMAX_M2, text_calls.MINIMAX_MARKS, *text_calls.MINIMAX_MARKS)
+_DSML = (text_calls.DSML,)
+_DEEPSEEK_V4 = _texts("deepseek_v4", text_calls.DEEPSEEK_V4, _DSML, *_DSML, "tool_calls")
+_DEEPSEEK_V32 = _texts("deepseek_v32", text_calls.DEEPSEEK_V32, _DSML, *_DEEPSEEK_V4.signs, "function_calls")
+_DEEPSEEK_V31 = _named("deepseek_v31", json_calls.DEEPSEEK_V31, json_calls.DEEPSEEK_MARKS)
+_DEEPSEEK_V3 = _named("deepseek_v3", json_calls.DEEPSEEK_V3, json_calls.DEEPSEEK_MARKS, "```json")
+_KIMI_K2 = _named("kimi_k2", json_calls.KIMI_K2, json_calls.KIMI_MARKS)
 HARMONY = Format(
     "gpt-oss",
     lambda functions: harmony.HarmonyParser(functions, separate=False),
@@ -98,17 +114,20 @@ HARMONY = Format(
     no_forms="its messages have channels",
 )
 FORMATS: Mapping[str, Format] = {
-    "hermes": _HERMES,
-    "qwen": _HERMES,
-    "qwen25": _HERMES,
-    "qwen3": _HERMES,
-    "qwen3_coder": _QWEN3_CODER,
-    "llama3": _LLAMA3,
-    "llama3_json": _LLAMA3,
+    **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3"), _HERMES),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN3_CODER),
+    **dict.fromkeys(("llama3", "llama3_json"), _LLAMA3),
     "mistral": _MISTRAL,
-    "pythonic": _PYTHONIC,
+    **dict.fromkeys(("pythonic", "llama4_pythonic"), _PYTHONIC),
     "gemma4": _GEMMA4,
-    "gpt-oss": HARMONY,
+    **dict.fromkeys(("gpt-oss", "openai"), HARMONY),
+    **dict.fromkeys(("glm45", "glm47", "glm"), _GLM45),
+    **dict.fromkeys(("minimax_m2", "minimax-m2"), _MINIMAX_M2),
+    **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
+    **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK_V31),
+    **dict.fromkeys(("deepseek_v32", "deepseekv32"), _DEEPSEEK_V32),
+    **dict.fromkeys(("deepseek_v4", "deepseekv4"), _DEEPSEEK_V4),
+    "kimi_k2": _KIMI_K2,
 }
 
 
@@ -124,6 +143,7 @@ def choose_format(name: str, template: str) -> tuple[Format | None, str]:
     signs = {sign for each in found for sign in each.signs}
     # A format may have all signs of another one and more.
     whole = [each for each in found if signs == set(each.signs)]
-    if not whole or any(sign in template for sign in _OTHERS if sign not in signs):
+    known = "\n".join(signs)
+    if not whole or any(sign in template and sign not in known for sign in _OTHERS):
         return None, "the chat template does not match exactly one known format"
     return whole[0], "the chat template contains its marks"
