@@ -101,24 +101,27 @@ def _one_call_each(messages: Conversation) -> Conversation:
     return found
 
 
-def _numbered(messages: Conversation) -> Conversation:
-    """Give calls and results, which come in the order of the calls, ids of nine digits if one has another form."""
-    given = [call.get("id") or "" for message in messages for call in message.get("tool_calls") or ()]
-    if all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in given):
-        return messages
-    found: list[Message] = []
-    numbers, ids = count(), list[str]()
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            ids = [f"{next(numbers):09}" for _ in calls]
-            message = {
-                **message,
-                "tool_calls": [{**call, "id": each} for call, each in zip(calls, ids, strict=True)],
-            }
-        elif message["role"] == "tool" and ids:
-            message = {**message, "tool_call_id": ids.pop(0)}
-        found.append(dict(message))
-    return found
+def _with_ids(form: str, write: Callable[[int, str], str]) -> Callable[[Conversation], Conversation]:
+    """Return a function that gives calls and results, which come in the order of the calls, other ids unless all have a
+    ``form``. ``write``: the id of a call, of its number and name."""
+
+    def of_all(messages: Conversation) -> Conversation:
+        given = [call.get("id") or "" for message in messages for call in message.get("tool_calls") or ()]
+        if all(re.fullmatch(form, each) for each in given):
+            return messages
+        found: list[Message] = []
+        numbers, ids = count(), list[str]()
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                ids = [write(next(numbers), call["function"]["name"]) for call in calls]
+                named = [{**call, "id": each} for call, each in zip(calls, ids, strict=True)]
+                message = {**message, "tool_calls": named}
+            elif message["role"] == "tool" and ids:
+                message = {**message, "tool_call_id": ids.pop(0)}
+            found.append(dict(message))
+        return found
+
+    return of_all
 
 
 def _without_thoughts(messages: Conversation) -> Conversation:
@@ -197,7 +200,14 @@ _SYSTEMS: Sequence[Way] = (
 _CALLS: Sequence[Way] = (
     _AS_IS,
     Way(_one_call_each, "each tool call is a message of its own, because it takes one in a message"),
-    Way(_numbered, "ids of tool calls are numbers of nine digits, because it takes no others"),
+    Way(
+        _with_ids("[A-Za-z0-9]{9}", lambda number, _: f"{number:09}"),
+        "ids of tool calls are numbers of nine digits, because it takes no others",
+    ),
+)
+NAMED = Way(
+    _with_ids(r"functions\.[^:]+:[0-9]+", lambda number, name: f"functions.{name}:{number}"),
+    "ids of tool calls are functions.NAME:NUMBER, because it writes ids in place of names",
 )
 _TEXT = Way(_with_arguments(_as_text), "arguments of tool calls are text, because it takes only text")
 _OBJECTS = Way(

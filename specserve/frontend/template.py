@@ -18,7 +18,8 @@ from jinja2.meta import find_undeclared_variables
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import ANSWER, Conversation, Turn, in_order
-from specserve.frontend.fitting import Way, fit
+from specserve.frontend.fitting import NAMED, Way, fit
+from specserve.frontend.parsers.json_calls import KIMI_MARKS
 from specserve.frontend.tools import Tool
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,9 @@ class ChatTemplate:
     def _fitted(self, given: Given) -> tuple[Given, str]:
         """Return what the template is given and its text: the messages as they are, or if it refuses them or leaves out
         what it might take otherwise, in the way that it takes. Raises ValueError with the reason if it refuses both."""
+        if KIMI_MARKS[0] in self.text and (named := NAMED.write(given.messages)) != given.messages:
+            self._note(NAMED.note, f"does not take all conversations as they are: {NAMED.note}")
+            given = given._replace(messages=named)
         text, fault = self._tried(given)
         if text is not None and not fault:
             return given, text

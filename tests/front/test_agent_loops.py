@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from itertools import count
+import re
+from functools import reduce
+from itertools import count, product
 from typing import Any
 
 import pytest
 
+from specserve.constraints.marks import Frame
+from specserve.frontend.conversation import read_object
+from specserve.frontend.parsers.registry import FORMATS
 from tests.front.conftest import Serve
 from tests.front.fake_engine import FakeEngine, text_reply
 
@@ -107,6 +112,45 @@ DEEPSEEK = """{% set ns = namespace(system='', tool=false) %}
 {%- elif m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}<|end|>
 {%- elif m.role == 'tool' %}<|output|>{{ m.content }}{% set ns.tool = true %}{% endif %}{% endfor %}
 {%- if ns.tool %}<|Assistant|>{% endif %}"""
+WRITTEN = {
+    '{"name": <function-name>, "arguments": <args-json-object>}': "<function=f>\n<parameter=p>\nv\n</parameter>",
+    """{"name": "{{ f.name }}", "arguments": {{ f.arguments if f.arguments is string else f.arguments | tojson }}}""": (
+        """<function={{ f.name }}>{% for key, value in f.arguments | items %}
+<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>{% endfor %}
+</function>"""
+    ),
+    "assistant\n{{ m.content": "assistant\n<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content",
+    "{% endfor %}<|im_start|>assistant\n": "{% endfor %}<|im_start|>assistant\n<think>\n",
+}
+QWEN3_5_THINKING = reduce(
+    lambda text, pair: text.replace(*pair), WRITTEN.items(), QWEN3_5
+)  # it opens the thought
+GLM = """[gMASK]<sop>{% if tools %}<|system|>
+# Tools{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value></tool_call>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|assistant|></think>{{ m.content.strip() }}{% for tc in m.tool_calls or [] %}
+{{- '<tool_call>' + tc.function.name }}{% for k, v in tc.function.arguments.items() %}<arg_key>{{ k }}</arg_key>
+{{- '<arg_value>' }}{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}<|observation|><tool_response>{{ m.content }}</tool_response>
+{%- else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}<|assistant|></think>"""
+KIMI = """{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>
+{%- if m.tool_calls %}{{ m.content }}<|tool_calls_section_begin|>{% for call in m.tool_calls %}
+{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+{{- '<|tool_call_end|>' }}{% endfor %}<|tool_calls_section_end|>
+{%- elif m.role == 'tool' %}## Return of {{ m.tool_call_id }}
+{{ m.content }}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}<|im_assistant|>assistant<|im_middle|>"""
+DEEPSEEK_V3 = (
+    DEEPSEEK.replace("<|calls|>", "<｜tool▁calls▁begin｜>")
+    .replace("call.type + '<|sep|>'", "'<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>'")
+    .replace("arguments + '\n```'", "arguments + '\n```<｜tool▁call▁end｜>'")
+)
 GEMMA = """{% for m in messages %}
 {%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif -%}
@@ -122,6 +166,12 @@ TEMPLATES = {
     "Mistral 7B v0.3": (MISTRAL, "mistral"),
     "Mistral Nemo": (NEMO, "mistral"),
     "DeepSeek-R1-0528-Qwen3": (DEEPSEEK, "hermes"),
+    "Qwen3.5, thinking": (QWEN3_5_THINKING, "qwen3_coder"),
+}
+MORE_TEMPLATES = {
+    "DeepSeek-V3": (DEEPSEEK_V3, "deepseek_v3"),
+    "GLM-4.7": (GLM, "glm47"),
+    "Kimi-K2": (KIMI, "kimi_k2"),
 }
 GOOD = '{"a": 1, "b": "é"}'
 BROKEN = [
@@ -140,10 +190,28 @@ CUT = (1, 9, 15)  # answers of these turns are cut in their last call
 SCHEMA = {"type": "object", "properties": {"a": {}}}
 
 
+def in_marks(frame: Frame, arguments: dict[str, Any]) -> str:
+    """What the model writes: a call with arguments as texts."""
+    form = frame.text
+    assert form is not None
+    line = "\n" * form.lines
+    given = (
+        f"{form.before}{key}{''.join(form.named)}{line}{value}{line}{form.end}"
+        for key, value in arguments.items()
+    )
+    return f"{frame.outer}{frame.open}add{frame.begin}{''.join(given)}{form.end_function}{frame.close}"
+
+
 def written(format_: str, calls: list[str]) -> str:
     """What the model writes: calls with arguments as they are."""
     if not calls:
         return "I think so."
+    if (frame := FORMATS[format_].frame(())).text is not None:
+        return "So:" + "".join(in_marks(frame, read_object(each) or {"a": each}) for each in calls)
+    if frame.prefix:
+        heads = (f"{frame.open}{frame.prefix}add{':0' * frame.numbered}{frame.begin}" for _ in calls)
+        each = "".join(f"{head}{call}{frame.end}" for head, call in zip(heads, calls, strict=True))
+        return f"So:{frame.outer}{each}{frame.close}"
     key = "parameters" if format_ == "llama3_json" else "arguments"
     found = [f'{{"name": "add", "{key}": {each}}}' for each in calls]
     if format_ == "hermes":
@@ -154,15 +222,19 @@ def written(format_: str, calls: list[str]) -> str:
 class Agent:
     """A client in a loop: it sends everything back as it came. ``late`` are messages that may come anywhere."""
 
-    def __init__(self, client: Any, engine: FakeEngine, format_: str) -> None:
-        self.client, self.engine, self.format = client, engine, format_
+    def __init__(self, client: Any, engine: FakeEngine, format_: str, thinks: bool = False) -> None:
+        self.client, self.engine, self.format, self.thinks = client, engine, format_, thinks
         self.seen = count()
 
     def late(self) -> str:
         return f"Reminder {next(self.seen)}."
 
     def post(self, route: str, turn: int, **body: Any) -> Any:
-        text = written(self.format, TURNS[turn])
+        close = (
+            "" if TURNS[turn] and turn % 4 == 3 and turn not in CUT else "</think>\n\n"
+        )  # models forget it
+        thought = f"Thought {turn}.\n{close}" if self.thinks else ""
+        text = thought + written(self.format, TURNS[turn])
         self.engine.reply = text_reply(text[:-12], end=False) if turn in CUT else text_reply(text)
         content, json_type = json.dumps({"model": "tiny", **body}), {"content-type": "application/json"}
         answer = self.client.post(f"/v1/{route}", content=content, headers=json_type)
@@ -252,18 +324,22 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("room")
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("api", LEADING)
+@pytest.mark.parametrize(("name", "api"), [*product(TEMPLATES, LEADING), *product(MORE_TEMPLATES, ["chat"])])
 def test_twenty_turns(serve: Serve, name: str, api: str) -> None:
     """Broken calls, several calls, and system messages wherever they come: nothing is refused or lost."""
-    template, format_ = TEMPLATES[name]
-    agent = Agent(*serve(template=template, tool_call_parser=format_), format_)
+    template, format_ = {**TEMPLATES, **MORE_TEMPLATES}[name]
+    thinks = template.endswith("<think>\n")
+    reasoning = {"reasoning_parser": "qwen3"} if thinks else {}
+    agent = Agent(*serve(template=template, tool_call_parser=format_, **reasoning), format_, thinks)
     conversation = [*LEADING[api], {"role": "user", "content": "1 + 2?"}]
     for turn in range(20):
         conversation += getattr(agent, api)(conversation, turn)
     getattr(agent, api)(conversation, 2)
     assert all(f"Reminder {number}." in agent.prompt for number in range(next(agent.seen) - 1))
     assert agent.prompt.count("add") > 10
+    assert agent.prompt.count("\nThought ") == 20 * thinks
+    numbers = set(re.findall(r"functions\.add:(\d+)<", agent.prompt))
+    assert numbers == (set(map(str, range(25))) if name == "Kimi-K2" else set())
 
 
 @pytest.mark.usefixtures("room")
