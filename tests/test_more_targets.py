@@ -143,7 +143,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_every_architecture_is_compared() -> None:
     here = {f"{family}ForCausalLM" for family, _ in CONFIGS.values()}
-    elsewhere = {name for name in ARCHITECTURES if re.search("(VL|4v)ForConditionalGeneration", name)}
+    elsewhere = {name for name in ARCHITECTURES if re.search("(VL|VLMoe|4v)ForConditionalGeneration", name)}
     assert {*MAKERS, *BESIDE_VISION, *here, *elsewhere} == {*ARCHITECTURES}
 
 

@@ -45,6 +45,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         "visual",
     ),
+    "Qwen3VLMoe": (
+        {
+            **{"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8, "num_experts": 6},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        },
+        {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        "visual",
+    ),
     "Mistral3": ({"model_type": "ministral3", "head_dim": 8}, PIXTRAL, "multi_modal_projector, vision_tower"),
     "Llava": (MISTRAL, PIXTRAL, "multi_modal_projector, vision_tower"),
     "Glm4v": ({"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}, {**QWEN, "num_heads": 2}, "visual"),

@@ -29,6 +29,12 @@ class Qwen3MoeModel(Qwen3Model):
         return with_experts(super().read_layers(layer, fields), fields)
 
 
+class Qwen3VLMoeModel(Qwen3MoeModel):
+    """Divides shares by their sum."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen3MoeModel.defaults, "norm_topk_prob": True}
+
+
 class Qwen2MoeModel(Qwen2Model):
     """One more expert, whose share is a sigmoid, serves every token."""
 

@@ -18,6 +18,7 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "Qwen3ForCausalLM": "qwen3.Qwen3Model",
     "Qwen3VLForConditionalGeneration": "qwen3.Qwen3Model",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3MoeModel",
+    "Qwen3VLMoeForConditionalGeneration": "qwen_moe.Qwen3VLMoeModel",
     "Qwen2MoeForCausalLM": "qwen_moe.Qwen2MoeModel",
     "MixtralForCausalLM": "mixtral.MixtralModel",
     "MiniMaxM2ForCausalLM": "minimax_m2.MiniMaxM2Model",

@@ -3,8 +3,8 @@
 Names are compared without a leading ``model.``, ``language_model.`` or ``text_model.`` and with ``midlayer.`` read as
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
-read as one for each projection of each. Next to one of their biases, as gpt-oss has it, it is [E, I, O], with gates and
-ups by turns; ``blocks`` and ``scales`` of MXFP4 are [E, O, ..], also by turns.
+read as one for each projection of each; gpt-oss and Qwen3-VL have them as [E, I, O]. Next to one of their biases, as
+gpt-oss has it, gates and ups are by turns; so are ``blocks`` and ``scales`` of MXFP4, [E, O, ..].
 """
 
 from __future__ import annotations
@@ -101,17 +101,26 @@ class TensorFiles:
                 twice = f"as {other[1]} in {other[0].name}, as {name} in {file.name}"
                 raise ValueError(f"{path} has {canonical(name)} twice: {twice}")
         by_turns = any(name.endswith(".experts.gate_up_proj_bias") for name in self._files)
-        for name in self.names():
-            if found := _EXPERTS.fullmatch(name):
-                self._split(found, by_turns)
+        fused = [found for name in self.names() if (found := _EXPERTS.fullmatch(name))]
+        by_inputs = {found[1] for found in fused if self._are_by_inputs(found[1])}
+        for found in fused:
+            self._split(found, by_turns, found[1] in by_inputs and found[3] is None)
 
-    def _split(self, found: re.Match[str], by_turns: bool) -> None:
+    def _are_by_inputs(self, experts: str) -> bool:
+        """Return whether fused weights are ``[E, I, O]``: then ``down_proj`` has half of the other's outputs in
+        front."""
+        names = [f"{experts}.{stem}_proj" for stem in ("gate_up", "down")]
+        if not all(name in self for name in names):
+            return False
+        gate_up, down = (self.header(name).shape for name in names)
+        return len(gate_up) == len(down) == 3 and gate_up[1:] == (down[2], 2 * down[1])
+
+    def _split(self, found: re.Match[str], by_turns: bool, by_inputs: bool) -> None:
         """Name the projections in a fused tensor. Raises ValueError if its shape can't be theirs, or if one is there
         by itself."""
         fused, (experts, stem, kind) = found[0], found.groups("weight")
         shape, projections = self.header(fused).shape, _projections(experts, stem)
-        by_inputs, count = by_turns and kind == "weight", len(projections)
-        axis = 2 if by_inputs else 1
+        count, axis = len(projections), 2 if by_inputs else 1
         if len(shape) != _DIMENSIONS[kind] or shape[axis] % count:
             sizes = [f"outputs of {' and '.join(projections)}", "inputs"][:: -1 if by_inputs else 1]
             wanted = f"expected experts, {sizes[0]}, and {sizes[1]}"
