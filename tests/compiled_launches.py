@@ -57,6 +57,7 @@ from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
+import specserve.layers.linear
 import specserve.speculation.sampler
 from specserve.attention import ATTENTION
 from specserve.core import SamplingParams
@@ -374,6 +375,7 @@ def compiled_only() -> Iterator[Compiler]:
         stack.enter_context(patch.object(torch.nn.functional, "linear", linear))
         stack.enter_context(patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True))
         stack.enter_context(patch.object(specserve.speculation.sampler, "runs_triton", lambda _: True))
+        stack.enter_context(patch.object(specserve.layers.linear, "packs", lambda _: False))
         stack.enter_context(patch.dict(ATTENTION, torch=ATTENTION["triton"]))
         yield compiler
 
