@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.shapes import SHAPES, write_shape
+from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import NO_ROPE, inverse_frequencies
 from specserve.models.read_config import load_model_config
 
@@ -45,9 +47,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
     },
     "gemma 3 4b": gemma(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
-    "gemma 3 12b": gemma(
-        hidden_size=3840, intermediate_size=15360, num_attention_heads=16, num_hidden_layers=48, num_key_value_heads=8
-    ),
     "gemma 3 27b": gemma(
         head_dim=128, hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_hidden_layers=62,
         num_key_value_heads=16, query_pre_attn_scalar=168,
@@ -123,6 +122,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 100278,
     },
 }  # fmt: skip
+PUBLISHED |= {name: fields for name, fields in SHAPES.items() if "kv_lora_rank" not in fields}
 PUBLISHED |= {
     "gemma 3 1b, one rope named": {
         **PUBLISHED["gemma 3 1b"],
@@ -139,7 +139,7 @@ PUBLISHED |= {
     f"{name}, written by transformers 5": {**PUBLISHED[name], "rewritten": True}
     for name in (
         "gemma 3 1b",
-        "gemma 3 12b",
+        "gemma-3-12b",
         "gemma 4 e2b",
         "gemma 4 12b",
         "gemma 4 31b",
@@ -157,7 +157,7 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
     theirs: Any = transformers.AutoConfig.from_pretrained(tmp_path)
     if rewritten:
         theirs.save_pretrained(tmp_path)
-    ours, theirs = load_model_config(tmp_path), theirs.get_text_config()
+    ours, theirs = load_model_config(tmp_path, random=""), theirs.get_text_config()
     family = import_module(f"transformers.models.{theirs.model_type.removesuffix('_text')}")
     modeling = import_module(f"{family.__name__}.modeling_{family.__name__.rpartition('.')[2]}")
     (rotary,) = (
@@ -204,6 +204,16 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
     assert ours.logit_cap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.longest_context[0] == ours.max_position_embeddings == theirs.max_position_embeddings
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_benchmarks(name: str, tmp_path: Path) -> None:
+    write_shape(name, tmp_path, fp8="quantization_config" not in SHAPES[name])
+    target = load_model_config(tmp_path / "target", random="")
+    draft = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    assert target.weights != PLAIN
+    assert draft["hidden_size"] == target.draft_layer.hidden_size
+    assert draft["vocab_size"] == target.vocab_size >= draft["draft_vocab_size"]
 
 
 def test_a_scaling_that_is_added_reaches_further(tmp_path: Path) -> None:
