@@ -43,11 +43,13 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
+from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
+from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
 from torch import Tensor
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
@@ -569,6 +571,26 @@ def launch_packed_experts(tokens: int) -> None:
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
 
+def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
+    """Prompts, trees and commits of a layer of Qwen3.5-9B's heads."""
+    keys, values, size, entries, bf16 = 16, 32, 128, 2 * block, torch.bfloat16
+    kept = Lagged(
+        torch.zeros(3, values, size, size, dtype=state),
+        torch.zeros(3, entries, keys, size, dtype=bf16),
+        torch.zeros(3, entries, values, size, dtype=bf16),
+        torch.zeros(3, entries, values),
+    )
+    key_TJD, value_TVU = (torch.zeros(8, heads, size, dtype=bf16) for heads in (keys, values))
+    inputs = DeltaInputs(key_TJD, key_TJD, value_TVU, torch.zeros(8, values), torch.zeros(8, values))
+    index_T = torch.zeros(8, dtype=torch.int64)
+    runs = Runs(
+        index_T[:2], index_T[:2], index_T[:3], index_T, index_T, index_T[:, None].repeat(1, entries), 8
+    )
+    for rule in (delta_nodes, delta_prompts):
+        rule(inputs, torch.zeros(8, entries, values), kept, runs)
+    fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
+
+
 def main() -> None:
     checkpoints = Checkpoints(*map(Path, sys.argv[1:]))
     torch.set_num_threads(1)
@@ -588,6 +610,8 @@ def main() -> None:
         for tokens in (1, 64, 400):
             launch_experts(tokens)
         launch_packed_experts(4)
+        launch_recurrent(torch.float32)
+        launch_recurrent(torch.bfloat16, block=32)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
         compiler.until = "ttir"

@@ -19,6 +19,17 @@ from specserve_kernels.reference.linear import quantize as _quantize
 from specserve_kernels.reference.linear.packed import Numbers, Packed, dequantize_packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, GROUP, PAIRED, Rounded, rounded_inputs
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
+from specserve_kernels.reference.recurrent import delta_rule as _delta_rule
+from specserve_kernels.reference.recurrent.delta_rule import (
+    DeltaInputs,
+    Lagged,
+    Runs,
+    convolve,
+    decays,
+    keep_last,
+    lag,
+    trace_back,
+)
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.tree import (
@@ -63,8 +74,11 @@ add_rms_norm = dispatched(norm.add_rms_norm)
 add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
 advance = dispatched(commit.advance)
 apply_gate = dispatched(activation.apply_gate)
+delta_nodes = dispatched(_delta_rule.delta_nodes)
+delta_prompts = dispatched(_delta_rule.delta_prompts)
 embed_rms_norm = dispatched(norm.embed_rms_norm)
 find_continuations = dispatched(lookup.find_continuations)
+fold_states = dispatched(_delta_rule.fold_states)
 follow_continuation = dispatched(continuation.follow_continuation)
 follow_prediction = dispatched(prediction.follow_prediction)
 gate_rounded = dispatched(packed.gate_rounded)
@@ -98,10 +112,12 @@ __all__ = [
     "PAIRED",
     "Accepted",
     "Continuations",
+    "DeltaInputs",
     "ExpertWeights",
     "Gate",
     "HeadNorms",
     "KVScales",
+    "Lagged",
     "Level",
     "Numbers",
     "Packed",
@@ -110,6 +126,7 @@ __all__ = [
     "Rounded",
     "Routes",
     "Routing",
+    "Runs",
     "SlotTables",
     "Slots",
     "Sources",
@@ -124,13 +141,18 @@ __all__ = [
     "apply_gate",
     "apply_rotary",
     "chain_masks",
+    "convolve",
     "count_tokens",
+    "decays",
+    "delta_nodes",
+    "delta_prompts",
     "dequantize",
     "dequantize_packed",
     "embed_rms_norm",
     "find_continuations",
     "first_children",
     "first_places",
+    "fold_states",
     "follow_continuation",
     "follow_prediction",
     "gate_rounded",
@@ -140,6 +162,8 @@ __all__ = [
     "gumbel_noise",
     "indexed_linear",
     "integer_linear",
+    "keep_last",
+    "lag",
     "linear",
     "merge_pools",
     "move_kv",
@@ -169,6 +193,7 @@ __all__ = [
     "single_nodes",
     "store_latents",
     "store_page_features",
+    "trace_back",
     "tree_masks",
     "tree_pool_size",
     "truncate",
