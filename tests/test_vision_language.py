@@ -53,6 +53,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         "visual",
     ),
+    "Qwen3_5": (
+        {"rope_parameters": {**MROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5}, "head_dim": 16},
+        {**QWEN, "num_position_embeddings": 16},
+        "visual",
+    ),
     "Mistral3": ({"model_type": "ministral3", "head_dim": 8}, PIXTRAL, "multi_modal_projector, vision_tower"),
     "Llava": (MISTRAL, PIXTRAL, "multi_modal_projector, vision_tower"),
     "Glm4v": ({"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}, {**QWEN, "num_heads": 2}, "visual"),

@@ -8,8 +8,9 @@ from specserve_kernels import rotary_store_kv, store_latents
 from torch import Tensor
 
 from specserve.attention.base import Plan
+from specserve.attention.recurrent import StatePass
 from specserve.kv.pool import KVPool
-from specserve.layers.batch import GroupedQuery, Softmax
+from specserve.layers.batch import DeltaRule, GroupedQuery, Softmax
 from specserve.layers.latent import Latent, LatentRows, Projected
 from specserve.layers.rotary import Rope
 
@@ -17,13 +18,14 @@ from specserve.layers.rotary import Rope
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
     """One pass: writes new keys and values to their places, and attends as the plan says. ``first_layer``: the pool
-    index of the model's first layer."""
+    index of the model's first layer. ``states``: those of its layers that keep one."""
 
     pool: KVPool
     plan: Plan
     pages_GBM: Tensor
     place_T: Tensor
     first_layer: int = 0
+    states: StatePass | None = None
 
     def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
         layer = self.first_layer + ask.layer
@@ -40,6 +42,10 @@ class PagedAttend:
         )
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
         return self.plan.run(q_TND, cache, pages_BM, ask.softmax, kv_TND, scales).flatten(1)
+
+    def recur(self, ask: DeltaRule) -> Tensor:
+        assert self.states is not None, "a target's pass"
+        return self.states(ask)
 
 
 def store_projected(

@@ -94,6 +94,30 @@ class LatentKV:
         return own_LPX.view(*own_LPX.shape[:2], 1, page_size, self.rank + self.rope_size)
 
 
+BLOCK = 32
+"""Tokens by which a state lags at least, and most nodes on a path of a tree."""
+MOST_LEVELS = BLOCK - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """What a gated delta net keeps of a request, however long it is: a state for each value head, and of the last
+    tokens entries and the inputs of a convolution over ``width`` tokens. Each key head serves neighbouring value
+    heads."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Channels of the convolution: queries, keys and values."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On a CPU they take no memory, and no time, before they are first touched; ``torch.zeros`` writes to
     all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specserve_kernels import HeadNorms
 from torch import Tensor
@@ -39,12 +39,33 @@ class GroupedQuery:
     norms: HeadNorms | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """What a gated delta net asks. ``layer``: its index among the layers that keep a state. ``x_TC``: the inputs of the
+    convolution, which has ``weight_CK``. ``beta_TV`` and ``decay_TV``: as in ``DeltaInputs``."""
+
+    layer: int
+    x_TC: Tensor
+    weight_CK: Tensor
+    beta_TV: Tensor
+    decay_TV: Tensor
+
+
 class Attend(Protocol):
     """Attention as a layer calls it: normalize heads, rotate q and k, store k and v, attend. Paged when serving, dense
     when training."""
 
     def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
         """Return ``[T, q heads * D]``, of latents ``[T, q heads * C]``. May overwrite ``ask.qkv_TND``."""
+        ...
+
+
+@runtime_checkable
+class Recurs(Protocol):
+    """Attention that also serves layers that keep a state: when serving, not when training."""
+
+    def recur(self, ask: DeltaRule) -> Tensor:
+        """Return ``[T, value heads * U]``."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from specserve_kernels import Gate, Routing
 
-from specserve.kv.spec import HeadKV, KVSpec, LatentKV
+from specserve.kv.spec import DeltaState, HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 from specserve.layers.linear import PLAIN
 from specserve.layers.ranks import ONE, Ranks
@@ -57,8 +57,8 @@ class LayerConfig:
     q and k is normalized before rotation. ``rope``: which of the model's rotary embeddings rotates. ``softmax``: its
     scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and values it attends to, None:
     its own. Without ``v_proj`` its values are its keys before their norm. ``experts``: stand in place of its MLP.
-    ``latent``: its attention is of this kind. ``weights``: how its projections are stored. ``ranks``: which share it
-    out."""
+    ``latent``: its attention is of this kind. ``state``: it keeps one instead of keys and values. ``weights``: how its
+    projections are stored. ``ranks``: which share it out."""
 
     hidden_size: int
     intermediate_size: int
@@ -79,6 +79,7 @@ class LayerConfig:
     v_proj: bool = True
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    state: DeltaState | None = None
     weights: WeightFormat = PLAIN
     ranks: Ranks = field(default=ONE, repr=False, compare=False)
 

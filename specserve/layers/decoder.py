@@ -25,10 +25,11 @@ from specserve.layers.weights import Projection
 class Attention(nn.Module):
     """Grouped-query attention, which the caller's ``attend`` computes. Like every block, it takes its input and the
     residual stream, and returns the update and the stream. Each rank has some heads, and the sum over ranks follows
-    ``o_proj``. ``norm``: that of heads; ``normed_values``: without a
-    weight, of values too. ``fused``: files have q, k and v as one projection."""
+    ``o_proj``. ``norm``: that of heads; ``normed_values``: without a weight, of values too. ``fused``: files have q, k
+    and v as one projection. ``query_parts``: heads that are projected for each of queries."""
 
     normed_values: ClassVar[bool] = False
+    query_parts: ClassVar[int] = 1
     fused: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
@@ -36,7 +37,8 @@ class Attention(nn.Module):
         self.layer = layer if config.reads is None else config.reads
         self.config = config
         name, size = f"layers.{layer}.self_attn", config.head_dim
-        qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", config.heads, strict=True) if heads}
+        projected = self.query_parts * config.num_heads, *config.heads[1:]
+        qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", projected, strict=True) if heads}
         qkv = {"qkv_proj": sum(qkv.values())} if self.fused else qkv
         new = config.weights.projection
         self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
@@ -60,10 +62,11 @@ class Attention(nn.Module):
         """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         config = self.config
-        qkv_TND = self.arranged(qkv_TO.unflatten(-1, (-1, config.head_dim)), rope.position_T)
+        projected_TND = qkv_TO.unflatten(-1, (-1, config.head_dim))
+        qkv_TND = self.arranged(projected_TND, rope.position_T)
         softmax = replace(config.softmax, sinks_H=self.sinks)
         ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], rope, softmax, self.head_norms)
-        attended_TI = attend(ask)
+        attended_TI = self.gated(attend(ask), projected_TND)
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
         return config.ranks.sum(self.o_proj(attended_TI)), residual_TH
@@ -71,6 +74,10 @@ class Attention(nn.Module):
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""
         return qkv_TND
+
+    def gated(self, attended_TI: Tensor, projected_TND: Tensor) -> Tensor:
+        """Return the input of the last projection."""
+        return attended_TI
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -83,7 +90,7 @@ class Attention(nn.Module):
     @property
     def kv_from(self) -> int:
         """Index of the projection's first output that belongs to keys or values."""
-        return self.config.num_heads * self.config.head_dim
+        return self.query_parts * self.config.num_heads * self.config.head_dim
 
     def project_kv(self, x_TI: Tensor | Rounded) -> tuple[Tensor, HeadNorms | None]:
         """Return only keys and values ``[T, 2 * kv heads, D]``, neither normalized nor rotated, and their norms."""

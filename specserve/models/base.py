@@ -55,6 +55,10 @@ class TargetModel(nn.Module):
         return (rope_config(fields, source),)
 
     @classmethod
+    def make_layer(cls, config: LayerConfig, layer: int) -> DecoderLayer:
+        return cls.layer_class(config, layer)
+
+    @classmethod
     def embedding_scale(cls, config: ModelConfig) -> float:
         """Return what embeddings are multiplied by."""
         return config.embedding_scale
@@ -64,7 +68,7 @@ class TargetModel(nn.Module):
         self.config = config
         tokens, ranks = config.vocab_size, config.ranks
         self.embed_tokens = Embedding(tokens, config.hidden_size, self.embedding_scale(config), ranks)
-        self.layers = nn.ModuleList(self.layer_class(layer, i) for i, layer in enumerate(config.layers))
+        self.layers = nn.ModuleList(self.make_layer(layer, i) for i, layer in enumerate(config.layers))
         self.norm = self.layer_class.norm_class(config.hidden_size, config.layers[-1].rms_norm_eps)
         self.lm_head: Projection
         if config.tie_word_embeddings:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from specserve_kernels import Gate
 
-from specserve.kv.spec import KVSpec
+from specserve.kv.spec import MOST_LEVELS, DeltaState, KVSpec
 from specserve.layers.config import LayerConfig
 from specserve.layers.linear import PLAIN
 from specserve.layers.ranks import ONE, Ranks, whole_of
@@ -78,7 +78,7 @@ class ModelConfig:
     def draft_layer(self) -> LayerConfig:
         """The geometry that a draft's layer has if nothing else is said: Llama's layer with plain weights, in the sizes
         of the last one that stores keys and values, with its biases and norms of heads."""
-        last = self.layers[self.kv_layers - 1]
+        last = self.layers[self.kv_numbers[-1]]
         sizes: dict[str, Any] = {name: whole_of(getattr(last, name)) for name in _LLAMA}
         return LayerConfig(**sizes)
 
@@ -88,12 +88,26 @@ class ModelConfig:
 
     def kv(self, dtype: torch.dtype) -> list[KVSpec]:
         """Return the layout of the KV cache of each layer that stores keys and values."""
-        return [layer.kv(dtype) for layer in self.layers[: self.kv_layers]]
+        return [self.layers[number].kv(dtype) for number in self.kv_numbers]
+
+    @property
+    def kv_numbers(self) -> list[int]:
+        """The layers that store keys and values: all, or those that neither read another's nor keep a state."""
+        return [n for n, layer in enumerate(self.layers) if layer.reads is None and layer.state is None]
 
     @property
     def kv_layers(self) -> int:
-        """How many layers store keys and values: all, or all but the last ones."""
-        return sum(layer.reads is None for layer in self.layers)
+        return len(self.kv_numbers)
+
+    @property
+    def states(self) -> list[DeltaState]:
+        """What each layer keeps that keeps a state."""
+        return [layer.state for layer in self.layers if layer.state is not None]
+
+    @property
+    def most_levels(self) -> int | None:
+        """The deepest node of a tree that the model can verify, None: any."""
+        return MOST_LEVELS if self.states else None
 
     @property
     def longest_context(self) -> tuple[int, str]:

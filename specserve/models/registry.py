@@ -20,6 +20,8 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3MoeModel",
     "Qwen3VLMoeForConditionalGeneration": "qwen_moe.Qwen3VLMoeModel",
     "Qwen2MoeForCausalLM": "qwen_moe.Qwen2MoeModel",
+    "Qwen3_5ForCausalLM": "qwen3_5.Qwen3_5Model",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen3_5Model",
     "MixtralForCausalLM": "mixtral.MixtralModel",
     "MiniMaxM2ForCausalLM": "minimax_m2.MiniMaxM2Model",
     "Glm4MoeForCausalLM": "glm4_moe.Glm4MoeModel",

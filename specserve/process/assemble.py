@@ -42,6 +42,7 @@ from specserve.engine.threads import choose_threads, usable_cores
 from specserve.kv.layout import Layout, lay_out
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import KVSpec
+from specserve.kv.states import States
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
@@ -149,7 +150,10 @@ def assemble(
     """Make a scheduler with its own pages and requests for a loaded engine."""
     context = runner.context
     pool = context.pool
-    memory = Memory(pool.num_pages, pool.page_size, config.prefix_cache, pool.config.layout.windows)
+    cached = config.prefix_cache and context.states is None
+    if cached != config.prefix_cache:
+        log.info("no prefix cache: %s keeps states, which are not cached yet", config.model.architecture)
+    memory = Memory(pool.num_pages, pool.page_size, cached, pool.config.layout.windows)
     use = pool.config.use(memory.allocator.capacity, config.context_length)
     capacity = Capacity(
         context_length=config.context_length,
@@ -303,6 +307,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
+    states = _states(config, dtype, device)
     longest, fraction = config.context_length, config.mem_fraction_static
     pages = pool_pages(pool_config, config.max_total_tokens, fraction, device, longest)
     if config.max_total_tokens is None:
@@ -324,7 +329,8 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     pool = _pool(pool_config, pages, device, config.context_length)
     rates = config.draft.synthetic if config.draft is not None else ()
     synthetic = SyntheticAcceptance.of(rates, device) if rates else None
-    return Context(target, drafter, pool, attention, state, config.model.vocab_size, synthetic, identity)
+    vocabulary = config.model.vocab_size
+    return Context(target, drafter, pool, attention, state, vocabulary, synthetic, states, identity)
 
 
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
@@ -340,7 +346,9 @@ def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str)
             log.info("the checkpoint's KV scales are unused: --kv-cache-dtype %s uses them", FP8_KV)
         return specs
     unscaled = config.model.random is not None or (whose == "draft" and path == config.model_path)
-    scales = [None] * len(specs) if unscaled else read_kv_scales(path, len(specs))
+    numbers = config.model.kv_numbers if whose == "target" else range(len(specs))
+    found = [] if unscaled else read_kv_scales(path, max(numbers) + 1)
+    scales = [None if unscaled else found[number] for number in numbers]
     scaled = sum(each is not None for each in scales)
     log.info("%s: FP8 KV cache, %d of %d layers with scales in the checkpoint", whose, scaled, len(scales))
     return [spec.in_fp8(each or KVScales()) for spec, each in zip(specs, scales, strict=True)]
@@ -400,6 +408,24 @@ def _pool(config: PoolConfig, pages: int, device: torch.device, context_length: 
             )
             log.info(words, use.full_contexts, context_length, use.longest_request)
     return pool
+
+
+def _states(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> States | None:
+    """Make the states of layers that keep one. Raises ValueError if the device has too little memory."""
+    layers, requests = config.model.states, config.max_running_requests
+    if not layers:
+        return None
+    try:
+        states = States(layers, requests + 1, dtype, device)
+    except (RuntimeError, OSError) as error:
+        if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"--max-running-requests: the states of {requests} requests take more memory than the {device.type} has; "
+            "expected fewer"
+        ) from None
+    log.info("the states of %d requests take %.2f GiB", requests, states.nbytes / 2**30)
+    return states
 
 
 def create_drafter(config: EngineConfig, target: TargetModel) -> Drafter:

@@ -14,8 +14,10 @@ from specserve_kernels import Accepted, Pool, Prediction, Slots, Tree, gather_sl
 from torch import Tensor
 
 from specserve.attention.base import AttentionBackend, Plan
+from specserve.attention.recurrent import StatePass
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
+from specserve.kv.states import States
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
@@ -47,11 +49,12 @@ class DrafterNeeds:
 @dataclass(frozen=True, slots=True)
 class TargetStates:
     """What a drafter may read of the target: hidden states after the final norm and at its taps. ``nodes``, in steps:
-    the trees, and the token chosen after each node."""
+    the trees, and the token chosen after each node. ``kept``: what layers that keep a state leave at the nodes."""
 
     hidden_TH: Tensor
     tapped: Sequence[Tensor]
     nodes: tuple[Tree, Tensor] | None = None
+    kept: StatePass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class Drafter(SlotState):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that lives longer than a step."""
+    """Everything that lives longer than a step. ``states``: of the target's layers that keep one, None if none does."""
 
     target: Target
     drafter: Drafter
@@ -142,6 +145,7 @@ class Context:
     state: DecodeState
     vocab_size: int
     synthetic: SyntheticAcceptance | None = None
+    states: States | None = None
     fingerprint: str | None = None  # hash of everything besides the request that the text depends on
 
     def admit(self, rows: Sequence[RowInit]) -> None:

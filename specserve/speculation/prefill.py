@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks, Nodes, Plan
 from specserve.attention.paged import PagedAttend
+from specserve.attention.recurrent import StatePass
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.logprobs import Logprobs, prompt_logprobs
@@ -74,7 +75,9 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     position_T = slots.length_B[chunks.slot_T] + local_T
     place_T = chunks.slot_T * slots.capacity + position_T
     plan = _plan(context, view, chunks, position_T, local_T)
-    attend = PagedAttend(context.pool, plan, slots.pages_GBM, place_T)
+    runs = chunks.q_start, chunks.slot_T, position_T, local_T, chunks.longest
+    kept = StatePass.of_prompts(context.states, slots, *runs)
+    attend = PagedAttend(context.pool, plan, slots.pages_GBM, place_T, states=kept)
     last_B = chunks.q_start[1:] - 1
     every = chunks.scored is not None or drafter.needs.last_layer
     batch = TokenBatch(chunks.token_T, position_T, attend, drafter.needs.taps, None if every else last_B)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specserve.attention.base import Nodes
 from specserve.attention.paged import PagedAttend
+from specserve.attention.recurrent import StatePass
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.context import Context, TargetStates, View
 from specserve.speculation.sampler import Choices, Sampling, hold
@@ -89,11 +90,13 @@ def verify(context: Context, drafted: StepDraft) -> Verification:
         max_kv=view.max_length + shape.max_nodes,
     )
     plan = context.attention.plan_verify(nodes)
-    attend = PagedAttend(context.pool, plan, view.slots.pages_GBM, tree.place_T)
+    kept = StatePass.of_tree(context.states, view.slots, tree, shape.max_nodes)
+    attend = PagedAttend(context.pool, plan, view.slots.pages_GBM, tree.place_T, states=kept)
     taps = context.drafter.needs.taps
     hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
     out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
-    return Verification(drafted, context.target.logits(hidden_TH, out_TV), TargetStates(hidden_TH, tapped))
+    states = TargetStates(hidden_TH, tapped, kept=kept)
+    return Verification(drafted, context.target.logits(hidden_TH, out_TV), states)
 
 
 def settle(context: Context, verification: Verification, words_TW: Tensor | None = None) -> StepResult:
@@ -114,12 +117,14 @@ def settle(context: Context, verification: Verification, words_TW: Tensor | None
 
 
 def commit(context: Context, view: View, accepted: Accepted, states: TargetStates, in_place: bool) -> None:
-    """Write the accepted path to the target's cache, the drafter's cache and the request state, in the same way after
-    every step, drafted or not, so that speculation can start at any step. ``in_place``: the accepted nodes are already
-    at their final positions, as in chains. Entries after the accepted path go to the dummy page."""
+    """Write the accepted path to the target's cache and states, the drafter's cache and the request state, in the same
+    way after every step, drafted or not, so that speculation can start at any step. ``in_place``: the accepted nodes
+    are already at their final positions, as in chains. Entries after the accepted path go to the dummy page."""
     if not in_place:
         for group, tables in context.pool.target_groups:
             move_kv(group, accepted, view.slots.pages_GBM[tables])
+    if states.kept is not None:
+        states.kept.commit(accepted)
     features_TH = context.drafter.commit(context, view, accepted, states)
     state = context.state
     counts_RV = state.sampling.counts if view.needs.penalties else None

@@ -318,3 +318,38 @@ def draft_config(target: dict[str, Any], inner: int, heads: int, kv_heads: int) 
         "torch_dtype": "float16",
         "vocab_size": target["vocab_size"],
     }
+
+
+def make_qwen3_5(path: Path, *, state_size: int = 8, **options: Any) -> Path:
+    """Two gated delta nets, and between them attention with a gate. Norms but the delta nets' are stored minus 1."""
+    state, config = load_checkpoint(make_qwen3(path, **{"layers": 3, "head_dim": 16, **options}))
+    keys, values, size, hidden, draws = 2, 4, state_size, config["hidden_size"], Draws(6)
+    config |= {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{f"linear_num_{name}_heads": count for name, count in (("key", keys), ("value", values))},
+        **{f"linear_{name}_head_dim": size for name in ("key", "value")},
+    }
+    config["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    scale = state["model.layers.0.self_attn.o_proj.weight"].std().item()
+    for layer in (0, 2):
+        module = f"model.layers.{layer}.linear_attn"
+        for name in [name for name in state if name.startswith(f"model.layers.{layer}.self_attn.")]:
+            del state[name]
+        rows = {"qkv": (2 * keys + values) * size, "z": values * size, "b": values, "a": values}
+        for name, count in rows.items():
+            state[f"{module}.in_proj_{name}.weight"] = draws.matrix(count, hidden, 0.2)
+        state[f"{module}.conv1d.weight"] = draws.matrix(rows["qkv"], 4, 0.5)[:, None]
+        state[f"{module}.A_log"], state[f"{module}.dt_bias"] = draws.matrix(2, values, 1.0)
+        state[f"{module}.norm.weight"] = 1 + draws.matrix(1, size, 0.2)[0]
+        state[f"{module}.out_proj.weight"] = draws.matrix(hidden, values * size, scale)
+    queries = state["model.layers.1.self_attn.q_proj.weight"]
+    gates = draws.matrix(*queries.shape, 0.2)
+    pairs = [each.unflatten(0, (-1, config["head_dim"])) for each in (queries, gates)]
+    state["model.layers.1.self_attn.q_proj.weight"] = torch.stack(pairs, 1).flatten(0, 2)
+    state = {
+        name: tensor - 1 if "norm." in name and "linear_attn" not in name else tensor
+        for name, tensor in state.items()
+    }
+    return save_checkpoint(path, state, config, safetensors=True)

@@ -54,6 +54,10 @@ class StandaloneDrafter(CatchUpDrafter):
         """Load the model. Raises ValueError for one of other tokens."""
         refuse_overrides(draft.config_override, draft.name)
         config = load_model_config(draft.path, random="draft." if draft.random else None)
+        if config.states:
+            raise ValueError(
+                f"the draft {draft.path} keeps states: a {config.architecture} can only be a target"
+            )
         model = load_target(draft.path, target.dtype, target.device, target.max_positions, config)
         size, own = target.config.vocab_size, model.config.vocab_size
         assert draft.tokenizer is not None

@@ -50,7 +50,7 @@ def _memory_of(context: Context, pages: int, context_length: int) -> MemoryUse:
         draft=count_bytes(_parts(context.drafter), seen),
         kv_per_token=config.whole_page_bytes // config.page_size,
         pool_tokens=use.tokens_without_groups,
-        pool=pages * config.page_bytes,
+        pool=pages * config.page_bytes + _states(context),
         graphs=0,
         loading=0,
         longest_request=use.longest_request,
@@ -65,7 +65,7 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
     except ValueError:  # reported by _draft or by loading
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
     found = _memory_of(context, context.pool.num_pages, config.context_length)
-    pages = _pool_pages(config, context.pool.config, found.weights + found.draft)
+    pages = _pool_pages(config, context.pool.config, found.weights + found.draft + _states(context))
     return replace(
         _memory_of(context, pages, config.context_length),
         device=config.device,
@@ -73,6 +73,10 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
         loading=found.weights + _temporary(config),
     )
+
+
+def _states(context: Context) -> int:
+    return 0 if context.states is None else context.states.nbytes
 
 
 def _temporary(config: EngineConfig) -> int:

@@ -1,0 +1,51 @@
+"""The states of layers that keep one instead of keys and values: tables with one row a slot, beside the pages.
+
+A new request counts as having no state, so nothing is written when it takes its slot, nor when it leaves.
+
+Shapes as in ``specserve_kernels.reference.recurrent``; L layers, R rows, W tokens that a convolution reads before its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from specserve_kernels import Lagged, on_gpu
+
+from specserve.kv.spec import BLOCK, DeltaState, zeros
+
+LEAST_SIZE = 16  # of a key on a GPU
+
+
+class States:
+    """The tables of all layers, which have one geometry. The last row is padding's. Raises ValueError for keys that the
+    kernel does not serve."""
+
+    def __init__(
+        self, layers: Sequence[DeltaState], rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert len(set(layers)) == 1, "one geometry for all layers"
+        self.spec = spec = layers[0]
+        size, wide, count = spec.key_size, torch.promote_types(dtype, torch.float32), len(layers)
+        if on_gpu(device) and wide == torch.float32 and (size < LEAST_SIZE or size & (size - 1)):
+            raise ValueError(
+                f"linear_key_head_dim must be a power of two from {LEAST_SIZE} on with a GPU, found {size}"
+            )
+        key, value = (spec.key_heads, spec.key_size), (spec.value_heads, spec.value_size)
+        self.kept = Lagged(
+            zeros((count, rows, spec.value_heads, spec.key_size, spec.value_size), wide, device),
+            zeros((count, rows, 2 * BLOCK, *key), dtype, device),
+            zeros((count, rows, 2 * BLOCK, *value), dtype, device),
+            zeros((count, rows, 2 * BLOCK, spec.value_heads), wide, device),
+        )
+        self.inputs_LRWC = zeros((count, rows, spec.width - 1, sum(spec.parts)), dtype, device)
+
+    @property
+    def entries(self) -> int:
+        """Of a ring."""
+        return self.kept.key_REJD.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in (*self.kept, self.inputs_LRWC))

@@ -1,0 +1,67 @@
+"""The gated delta net: a layer that keeps a state instead of keys and values.
+
+Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
+
+Shapes: T tokens, H hidden size, C channels of the convolution, K tokens that it reads, V value heads of U channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from specserve_kernels import rms_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.kv.spec import DeltaState
+from specserve.layers.batch import Attend, DeltaRule, Recurs
+from specserve.layers.config import LayerConfig
+from specserve.layers.norms import RMSNorm
+
+
+class Convolution(nn.Module):
+    """The weights of a convolution over the last tokens, channel by channel."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class GatedDeltaNet(nn.Module):
+    """A block in the place of attention. ``layer``: its number in the model; ``index``: among the layers that keep a
+    state. Decay and correction have 16 bits in quantized files, so that they are a projection of their own."""
+
+    def __init__(self, config: LayerConfig, state: DeltaState, layer: int, index: int) -> None:
+        super().__init__()
+        self.index, self.state = index, state
+        name, size, new = f"layers.{layer}.linear_attn", config.hidden_size, config.weights.projection
+        channels, values = sum(state.parts), state.parts[-1]
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.in_proj_qkvz = new(name, size, {"in_proj_qkv": channels, "in_proj_z": values}, bias=False)
+        self.in_proj_ba = new(
+            name, size, dict.fromkeys(("in_proj_b", "in_proj_a"), state.value_heads), bias=False
+        )
+        self.conv1d = Convolution(channels, state.width)
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(state.value_heads, dtype=wide)) for _ in range(2)
+        )
+        self.norm = RMSNorm(state.value_size, config.rms_norm_eps)
+        self.out_proj = new(name, values, {"out_proj": size}, bias=False)
+
+    def forward(
+        self, x_TH: Tensor, residual_TH: Tensor, attend: Attend, wanted_W: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return all rows, or only ``wanted_W``; the state takes all. Raises ValueError when training."""
+        if not isinstance(attend, Recurs):
+            raise ValueError("--model-path: training does not support layers that keep a state")
+        wide = self.A_log.dtype
+        mixed_TC, gate_TI = self.in_proj_qkvz(x_TH).split((sum(self.state.parts), self.state.parts[-1]), -1)
+        b_TV, a_TV = self.in_proj_ba(x_TH).chunk(2, -1)
+        decay_TV = -self.A_log.exp() * F.softplus(a_TV.to(wide) + self.dt_bias)
+        out_TI = attend.recur(
+            DeltaRule(self.index, mixed_TC, self.conv1d.weight[:, 0], b_TV.sigmoid().to(wide), decay_TV)
+        )
+        if wanted_W is not None:
+            out_TI, gate_TI, residual_TH = out_TI[wanted_W], gate_TI[wanted_W], residual_TH[wanted_W]
+        normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps)
+        gated_TI = normed_XU.view(out_TI.shape).to(wide) * F.silu(gate_TI.to(wide))
+        return self.out_proj(gated_TI.to(out_TI.dtype)), residual_TH

@@ -1,0 +1,161 @@
+"""Qwen3.5, 3.6 and 3.8: gated delta nets, and in every fourth layer attention with a gate.
+
+Read from a language model's file, and from a vision-language model's, whose vision part is left out, as are the layers
+that draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from specserve_kernels import Rounded
+from torch import Tensor, nn
+
+from specserve.kv.spec import DeltaState
+from specserve.layers.batch import Attend
+from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import Attention, DecoderLayer, reader_of
+from specserve.layers.delta_net import GatedDeltaNet
+from specserve.layers.norms import OffsetRMSNorm, RMSNorm
+from specserve.layers.ranks import FLAG
+from specserve.layers.rotary import Rope
+from specserve.models.config import FULL
+from specserve.models.partial_rope import PartialAttention, PartialConfig, PartialModel
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig(PartialConfig):
+    """``index``: of a layer among those of its kind."""
+
+    index: int = 0
+
+
+class OrderedOffsetRMSNorm(OffsetRMSNorm):
+    """A norm of channels that are not in the file's order."""
+
+    def __init__(self, size: int, eps: float, order_D: Tensor) -> None:
+        super().__init__(size, eps)
+        self._order_D = order_D
+
+    def load(self, found: Mapping[str, Tensor]) -> None:
+        ordered_D = found["weight"][self._order_D.to(found["weight"].device)]
+        super().load({"weight": ordered_D})
+
+
+class GatedAttention(PartialAttention):
+    """Attention whose output is multiplied by a sigmoid. The projection of queries has each head's gate behind it."""
+
+    query_parts: ClassVar[int] = 2
+
+    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
+        super().__init__(config, layer, norm)
+        assert isinstance(config, HybridConfig)
+        self.layer = config.index
+        size, eps = config.head_dim, config.rms_norm_eps
+        self.q_norm, self.k_norm = (OrderedOffsetRMSNorm(size, eps, self.order_D) for _ in "qk")
+
+    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
+        heads = 2 * self.config.num_heads
+        return super().arranged(torch.cat([qkv_TND[:, :heads:2], qkv_TND[:, heads:]], 1), position_T)
+
+    def gated(self, attended_TI: Tensor, qkv_TND: Tensor) -> Tensor:
+        return attended_TI * qkv_TND[:, 1 : 2 * self.config.num_heads : 2].flatten(1).sigmoid()
+
+
+class AttentionLayer(DecoderLayer):
+    attention_class: ClassVar[type[Attention]] = GatedAttention
+    norm_class: ClassVar[type[RMSNorm]] = OffsetRMSNorm
+
+
+class DeltaLayer(AttentionLayer):
+    """A gated delta net and an MLP, each on a norm of the stream."""
+
+    def __init__(self, config: HybridConfig, state: DeltaState, layer: int) -> None:
+        nn.Module.__init__(self)
+        if config.ranks.count > 1:
+            raise ValueError(f"{FLAG}: states are not shared out yet; expected 1, found {config.ranks.count}")
+        self.rope = config.rope
+        self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.linear_attn = GatedDeltaNet(config, state, layer, config.index)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.mlp: nn.Module = self.mlp_class(config, layer)
+
+    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+        return self.input_layernorm.add(x_TH, residual_TH)
+
+    def forward(
+        self,
+        x_TH: Tensor | Rounded,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        assert isinstance(x_TH, Tensor)
+        stream = self.linear_attn(x_TH, residual_TH, attend, wanted_W)
+        out: tuple[Tensor, Tensor] = self.mlp(
+            *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
+        )
+        return out
+
+
+class Qwen3_5Model(PartialModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }
+    beside: ClassVar[tuple[str, ...]] = (*PartialModel.beside, "mtp.")
+    layer_class: ClassVar[type[DecoderLayer]] = AttentionLayer
+
+    @classmethod
+    def make_layer(cls, config: LayerConfig, layer: int) -> DecoderLayer:
+        assert isinstance(config, HybridConfig)
+        return (
+            AttentionLayer(config, layer) if config.state is None else DeltaLayer(config, config.state, layer)
+        )
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        if fields.get("attn_output_gate") is False:
+            raise ValueError("attn_output_gate false is not supported; expected true")
+        bias = bool(fields.get("attention_bias"))
+        layer = super().read_layer(layer, fields)
+        return HybridConfig.of(layer, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        """Keys, values and states are indexed by kind."""
+        layer, count, every = (
+            cls.read_layer(layer, fields),
+            fields["num_hidden_layers"],
+            fields["full_attention_interval"],
+        )
+        kinds = fields.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(count)]
+        if len(kinds) != count or not {*kinds} <= {LINEAR, FULL} or FULL not in kinds:
+            raise ValueError(
+                f"layer_types must name {LINEAR} or {FULL} for each of {count} layers, {FULL} once at least, found "
+                f"{kinds}"
+            )
+        names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+        state = DeltaState(*(fields[f"linear_{name}"] for name in names))
+        if state.value_heads % state.key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {state.value_heads} is not a multiple of linear_num_key_heads "
+                f"{state.key_heads}"
+            )
+        return [
+            HybridConfig.of(layer, state=state if kind == LINEAR else None, index=kinds[:number].count(kind))
+            for number, kind in enumerate(kinds)
+        ]

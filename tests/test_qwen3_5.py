@@ -1,0 +1,70 @@
+"""Layers that keep a state: the text of transformers over many blocks, and the same text however it is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.configurations import CHOICES, pairwise
+from benchmarks.lossless import Models, make_items, run_matrix
+from specserve import SamplingParams
+from specserve.kv import states
+from tests.engines import answer_all, make_scheduler
+from tests.reference.draft_models import make_eagle3
+from tests.reference.models import make_qwen3_5
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randint(64, (length,), generator=draws).tolist() for length in lengths]
+
+
+def test_the_text_of_transformers_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, which end within blocks, and in one."""
+    monkeypatch.setattr(states, "BLOCK", 8)
+    path, (prompt,) = make_qwen3_5(tmp_path), prompts([25])
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    theirs: Any = transformers.Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+    for chunk in (11, 512):
+        scheduler = make_scheduler(path, dtype="float32", chunked_prefill_size=chunk)
+        (answer,) = answer_all(scheduler, [(prompt, params)])
+        assert answer.tokens == expected[0, len(prompt) :].tolist(), chunk
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", "float64"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+)
+def test_every_text_is_identical(
+    device: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half of the configurations: in chunks, pages and trees across ends of blocks, and preempted. No prefix is
+    cached."""
+    monkeypatch.setattr(states, "BLOCK", 16)
+    target = make_qwen3_5(tmp_path / "target", branch_scale=0.04, head_dim=32, state_size=16)
+    draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
+    models = Models(target, {"EAGLE3": draft}, dtype, device)
+    items = make_items(prompts([3, 15, 16, 17, 31, 40]), 6, 20)
+    choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
+    lines: list[str] = []
+    report = run_matrix(models, items, 6, pairwise(choices)[::2], lines.append)
+    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+    assert report.preemptions > 5
+    assert not any(row.cached_tokens for row in report.rows)
+
+
+def test_what_states_do_not_allow(tmp_path: Path) -> None:
+    target, steps = make_qwen3_5(tmp_path), states.BLOCK
+    shape = {"speculative_num_steps": steps, "speculative_eagle_topk": 1}
+    shape["speculative_num_draft_tokens"] = steps + 1
+    words = f"--speculative-num-steps: Qwen3_5ForCausalLM verifies at most {steps - 1} levels, found {steps}"
+    with pytest.raises(ValueError, match=words):
+        make_scheduler(target, speculative_algorithm="NGRAM", **shape)
+    settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(target)}
+    with pytest.raises(ValueError, match="keeps states: a Qwen3_5ForCausalLM can only be a target"):
+        make_scheduler(target, **settings)
