@@ -28,6 +28,7 @@ import specserve_kernels.dispatch
 import torch
 from specserve_kernels import HeadNorms, KVScales
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.latent import absorb_queries, multiply_heads, store_latents
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import Gpu, Limits, assume
@@ -457,6 +458,27 @@ def launch_attention(
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales, **more)
 
 
+def launch_latents(heads: int, nodes: int, scales: KVScales | None = None) -> None:
+    """DeepSeek's: a tree, a frontier and a prompt of 20 slots, and what is done before and after."""
+    tokens, bf16 = 20 * nodes, torch.bfloat16
+    cache = torch.zeros(2, 1, 64, 576, dtype=bf16 if scales is None else torch.float8_e4m3fn)
+    pages_BM, length_B = torch.zeros(20, 8, dtype=torch.int64), torch.zeros(20, dtype=torch.int64)
+    q_start, per_node_T = torch.zeros(21, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+    made, table = torch.zeros(heads, 256, 512, dtype=bf16), torch.zeros(9, 2, 64, dtype=bf16)
+    query_TNQ, row_TX = torch.zeros(tokens, heads, 192, dtype=bf16), torch.zeros(tokens, 576, dtype=bf16)
+    query_TNX = absorb_queries(query_TNQ, made[:, :128], table, per_node_T)
+    where = table, per_node_T, cache, pages_BM, per_node_T, scales
+    store_latents(row_TX, torch.zeros(512, dtype=bf16), 1e-6, *where)
+    shared, how = (query_TNX, cache, pages_BM), {"scales": scales, "scale": 0.1, "latent": 512}
+    paths = list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)
+    attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), **how)
+    if scales is None:
+        scratch_BKA = torch.zeros(20, nodes, 3, dtype=torch.int64)
+        attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), **how)
+    found_TNC = attend_chunks(*shared, q_start, per_node_T, nodes, **how)
+    multiply_heads(found_TNC, made[:, 128:])
+
+
 @cache
 def weight(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """One for all launches."""
@@ -606,6 +628,8 @@ def main() -> None:
         launch_wide(8)
         launch_wide(128)
         launch_attention(128, 20, 16, scales=KVScales(), chains=False)
+        launch_latents(16, 1)
+        launch_latents(128, 8)
         launch_packed(64, None)
         for tokens in (1, 64, 400):
             launch_experts(tokens)
@@ -633,6 +657,7 @@ def main() -> None:
         launch_attention(64, 20, 16, sinks=True)
         launch_attention(128, 20, 16, torch.float32, whole=False)
         launch_attention(128, 20, 16, scales=KVScales())
+        launch_latents(16, 8, KVScales())
         for tokens in (32, 64, 200):
             launch_linears(tokens)
         for tokens in (32, 64):

@@ -28,8 +28,11 @@ from tests.engines import Answer, Checkpoints, answer_all, make_scheduler
 from tests.launches import followed
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
+from tests.reference.glm import make_glm
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import make_gemma3, make_qwen3_moe
+from tests.test_latent import GROUPS
+from tests.test_more_targets import MLA
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
@@ -169,6 +172,12 @@ def gpt_oss_with_eagle3(path: Path) -> tuple[Path, Path]:
     return target, make_eagle3(path / "draft", target)
 
 
+def deepseek_with_nextn(path: Path) -> tuple[Path, Path]:
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    target = make_glm(path / "target", family="DeepseekV3", **{**MLA, **GROUPS, **sizes}, agree=True)
+    return target, target
+
+
 @pytest.mark.parametrize(
     ("made", "longest"),
     [
@@ -176,17 +185,19 @@ def gpt_oss_with_eagle3(path: Path) -> tuple[Path, Path]:
         (gemma4_with_assistant, 86),
         (experts_with_eagle3, 30),
         (gpt_oss_with_eagle3, 30),
+        (deepseek_with_nextn, 30),
     ],
 )
 def test_other_layers_than_llama_s(
     made: Callable[[Path], tuple[Path, Path]], longest: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU, experts and sinks."""
+    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU, experts, sinks and
+    latents."""
     target, draft = made(tmp_path)
     settings = {
         "dtype": "float32",
         "chunked_prefill_size": 2 * longest // 3,
-        "speculative_algorithm": "EAGLE3",
+        "speculative_algorithm": "NEXTN" if draft == target else "EAGLE3",
         "speculative_draft_model_path": str(draft),
         **dict(zip(SHAPE_NAMES, (3, 2, 6), strict=True)),
     }

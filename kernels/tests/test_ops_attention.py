@@ -26,7 +26,7 @@ from specserve.attention import ATTENTION  # noqa: E402
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  # noqa: E402
 from specserve.attention.torch import LANES, TorchAttention  # noqa: E402
 from specserve.attention.triton import TritonAttention  # noqa: E402
-from specserve.kv.spec import HeadKV  # noqa: E402
+from specserve.kv.spec import HeadKV, LatentKV  # noqa: E402
 from specserve.layers.batch import Softmax  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -36,7 +36,8 @@ DEVICES = [
 ]
 if not torch.cuda.is_available():
     DEVICES = [pytest.param(CPU, torch.float32, id="interpreted")]
-HEADS = [(2, 2, 32), (4, 1, 64), (8, 1, 128), (3, 1, 256), (2, 1, 512)]  # query heads, key heads, head size
+# query heads, key heads, head size; without key heads, of latents and of what is rotated
+HEADS = [(2, 2, 32), (4, 1, 64), (8, 1, 128), (3, 1, 256), (2, 1, 512), (5, 0, 48), (20, 0, 96)]
 PAGES = [1, 16, 64]
 CAPACITY = 2200  # positions
 
@@ -46,6 +47,11 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs, one after the other, all programs that would fill a GPU's."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(attention, "limits_of", lambda _: Limits(16, H200.shared_bytes))
+
+
+def latent_of(kv_heads: int, size: int) -> int:
+    """How many numbers of a key are its value, too."""
+    return 0 if kv_heads else 1 << (size.bit_length() - 1)
 
 
 class Case:
@@ -63,7 +69,9 @@ class Case:
         self.page_size, self.device, self.dtype = page_size, device, dtype
         self.generator = torch.Generator().manual_seed(self.head_dim + page_size)
         self.pages = CAPACITY // page_size
-        pool = self.normal(2, self.pages, 2, page_size, self.kv_heads, self.head_dim)
+        self.latent = latent_of(self.kv_heads, self.head_dim)
+        rows = (1, page_size) if self.latent else (2, page_size, self.kv_heads)
+        pool = self.normal(2, self.pages, *rows, self.head_dim)
         self.cache = pool[1]  # one layer among others
         self.scales = scales
         self.pages_BM: Tensor
@@ -105,18 +113,18 @@ class Case:
         next to queries."""
         qkv_TND = self.normal(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         q_TND, kv_TND = qkv_TND.split([self.heads, 2 * self.kv_heads], 1)
+        own = own and not self.latent
         if own:
             assert isinstance(request, Chunks)
             kv_TND.unflatten(1, (2, -1)).copy_(self.stored(request))
         kv_TND = kv_TND if own else None
-        backend = TritonAttention(self.page_size, self.dtype)
-        found = run(backend, method, request, q_TND, self.cache, self.pages_BM, kv_TND, self.scales)
+        backend, latent = TritonAttention(self.page_size, self.dtype), self.latent
+        found = run(backend, method, request, q_TND, self.cache, self.pages_BM, kv_TND, self.scales, latent)
         oracle = TorchAttention(self.page_size, torch.float64)
-        scale_2111 = self.cache.new_tensor(self.scales or KVScales(), dtype=torch.float64)[
-            :, None, None, None
-        ]
-        right = run(oracle, method, request, q_TND.double(), self.cache.double() * scale_2111, self.pages_BM)
-        assert found.shape == q_TND.shape
+        scales = self.cache.new_tensor(self.scales or KVScales(), dtype=torch.float64)
+        cache = self.cache.double() * (scales[0] if latent else scales[:, None, None, None])
+        right = run(oracle, method, request, q_TND.double(), cache, self.pages_BM, latent=latent)
+        assert found.shape == (*q_TND.shape[:2], latent or self.head_dim)
         assert found.dtype == self.dtype
         assert found.isfinite().all()
         tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[self.dtype]
@@ -134,12 +142,13 @@ def run(
     pages_BM: Tensor,
     kv_TND: Tensor | None = None,
     scales: KVScales | None = None,
+    latent: int = 0,
 ) -> Tensor:
     plan = getattr(backend, method)(request)
     if method != "plan_prefill":  # which has no workspace
         # a layer before: leaves no trace
-        plan.run(torch.zeros_like(q_TND), cache, pages_BM, Softmax(), None, scales)
-    return plan.run(q_TND, cache, pages_BM, Softmax(), kv_TND, scales)
+        plan.run(torch.zeros_like(q_TND), cache, pages_BM, Softmax(), None, scales, latent)
+    return plan.run(q_TND, cache, pages_BM, Softmax(), kv_TND, scales, latent)
 
 
 def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
@@ -179,7 +188,7 @@ def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spar
     list(
         itertools.product(HEADS, PAGES)
         if torch.cuda.is_available()
-        else zip(HEADS, [*PAGES, 16, 64], strict=True)
+        else zip(HEADS, [*PAGES, 16, 64, 1, 16], strict=True)
     ),
 )
 class TestEveryGeometry:
@@ -393,12 +402,12 @@ class TestShapes:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize("heads", [(4, 1, 64), (8, 2, 128)])
+@pytest.mark.parametrize("heads", [(4, 1, 64), (8, 2, 128), (5, 0, 48)])
 def test_keys_and_values_in_fp8(
     heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype
 ) -> None:
     """Times a scale of the keys and one of the values; a prompt's own stand next to it as the cache has them."""
-    case = Case(heads, 16, device, dtype, KVScales(0.4, 3.0))
+    case = Case(heads, 16, device, dtype, KVScales(0.4, 3.0 if heads[1] else 0.4))
     case.check("plan_verify", tree(case, [137, 1, 16], [9, 1, 3], max_nodes=9, spare=2), rows=15, live=13)
     case.check("plan_verify", chain(tree(case, [37, 5], [5, 20], max_nodes=20)), rows=25)
     case.check("plan_verify", tree(case, [531, 0, 40], [1, 1, 1], max_nodes=1), rows=3)
@@ -465,8 +474,11 @@ class Text:
     def __init__(self, heads: tuple[int, int, int], scales: KVScales | None) -> None:
         self.scales = scales
         self.heads, self.kv_heads, self.size = heads
+        self.latent = latent_of(self.kv_heads, self.size)
+        if scales is not None and self.latent:
+            self.scales = KVScales(scales.key, scales.key)
         generator = torch.Generator(GPU).manual_seed(self.size)
-        shape = 1160, self.heads + 2 * self.kv_heads, self.size
+        shape = 1160, self.heads + (2 * self.kv_heads or 1), self.size
         self.qkv_LND = (torch.randn(shape, device=GPU, generator=generator) * 1.5).to(self.dtype)
         self.junk_LND = torch.randn(shape, device=GPU, generator=generator).to(self.dtype)
         if scales is not None:
@@ -476,8 +488,9 @@ class Text:
     def cache(self, page_size: int, kv_LND: Tensor) -> Tensor:
         """A pool whose page i + 1 holds the i-th positions."""
         pages = -(-len(kv_LND) // page_size)
-        cache = self.qkv_LND.new_zeros(pages + 1, page_size, 2, self.kv_heads, self.size)
-        cache[1:].flatten(0, 1)[: len(kv_LND)] = kv_LND[:, self.heads :].unflatten(1, (2, -1))
+        rows = kv_LND[:, self.heads :] if self.latent else kv_LND[:, self.heads :].unflatten(1, (2, -1))
+        cache = self.qkv_LND.new_zeros(pages + 1, page_size, *rows.shape[1:])
+        cache[1:].flatten(0, 1)[: len(kv_LND)] = rows
         kept = self.dtype if self.scales is None else torch.float8_e4m3fn
         return cache.transpose(1, 2).contiguous().to(kept)
 
@@ -500,7 +513,7 @@ class Text:
         return (
             TritonAttention(page_size, self.dtype)
             .plan_verify(nodes)
-            .run(q_TND, cache, pages_BM, Softmax(), None, self.scales)
+            .run(q_TND, cache, pages_BM, Softmax(), None, self.scales, self.latent)
         )
 
     def decoded(self) -> Tensor:
@@ -512,7 +525,7 @@ class Text:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scales", [None, KVScales(0.4, 3.0)], ids=["kv_bfloat16", "kv_fp8"])
-@pytest.mark.parametrize("heads", [*HEADS, (32, 8, 128)])
+@pytest.mark.parametrize("heads", [*HEADS, (32, 8, 128), (16, 0, 576), (20, 0, 576), (128, 0, 576)])
 class TestSameBits:
     """A token's attention depends on nothing but the tokens before it, in bfloat16."""
 
@@ -595,8 +608,9 @@ class TestSameBits:
                     spans=[(start, len(own))],
                 )  # fmt: skip
                 plan = TritonAttention(page_size, text.dtype).plan_prefill(request)
-                kv_TND = own[:, text.heads :] if start % 200 == 0 else None
-                found.append(plan.run(own[:, : text.heads], cache, pages_BM, Softmax(), kv_TND, scales))
+                kv_TND = own[:, text.heads :] if start % 200 == 0 and not text.latent else None
+                how = Softmax(), kv_TND, text.scales, text.latent
+                found.append(plan.run(own[:, : text.heads], cache, pages_BM, *how))
             rows = torch.cat(found)
             places = [p for p in PLACES if p < len(rows)]
             assert torch.equal(rows[places], right[: len(places)]), chunk
@@ -605,7 +619,10 @@ class TestSameBits:
 def test_reasons() -> None:
     backend = TritonAttention(16, torch.bfloat16)
     assert backend.unsupported(HeadKV(8, 128, torch.bfloat16), 16) == []
+    assert backend.unsupported(LatentKV(512, 64, torch.bfloat16), 16) == []
     assert "head size" in backend.unsupported(HeadKV(8, 80, torch.bfloat16), 16)[0]
+    for sizes in ((500, 64), (512, 48)):
+        assert "latents" in backend.unsupported(LatentKV(*sizes, torch.bfloat16), 16)[0]
     assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16), 24)[0]
     assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16), 512)[0]
     assert "float64" in TritonAttention(16, torch.float64).unsupported(HeadKV(8, 128, torch.bfloat16), 16)[0]

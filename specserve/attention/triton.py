@@ -14,6 +14,7 @@ from specserve_kernels import KVScales
 from specserve_kernels.ops.attention.attention import (
     HEAD_DIMS,
     LEAST_WINDOW,
+    ROTATED,
     Workspace,
     attend_frontier,
     attend_nodes,
@@ -23,7 +24,7 @@ from specserve_kernels.ops.attention.prefill import attend_chunks
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
-from specserve.kv.spec import HeadKV, KVSpec
+from specserve.kv.spec import HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,10 +47,9 @@ class _Prefill:
         scales: KVScales | None,
         latent: int = 0,
     ) -> Tensor:
-        assert not latent
         c = self.chunks
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
-        how = softmax.scale, softmax.window, softmax.sinks_H
+        how = softmax.scale, softmax.window, softmax.sinks_H, latent
         return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how)
 
 
@@ -70,9 +70,11 @@ class _Verify:
         scales: KVScales | None,
         latent: int = 0,
     ) -> Tensor:
-        assert not latent
         n = self.nodes
-        tree, how = (n.q_start, self.paths, n.max_nodes), (softmax.scale, softmax.window, softmax.sinks_H)
+        tree, how = (
+            (n.q_start, self.paths, n.max_nodes),
+            (softmax.scale, softmax.window, softmax.sinks_H, latent),
+        )
         where = pages_BM, n.length_B, *tree
         return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how)
 
@@ -93,10 +95,9 @@ class _Draft:
         scales: KVScales | None,
         latent: int = 0,
     ) -> Tensor:
-        assert not latent
         f = self.frontier
         where = pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA
-        how = softmax.scale, softmax.window, softmax.sinks_H
+        how = softmax.scale, softmax.window, softmax.sinks_H, latent
         return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how)
 
 
@@ -113,13 +114,12 @@ class TritonAttention:
         reasons = []
         if self.dtype not in _DTYPES:
             reasons.append(f"it computes in float16, bfloat16 or float32, not {self.dtype}")
-        if not isinstance(spec, HeadKV):
-            reasons.append(f"it reads keys and values by head, not {spec}")
-        else:
-            if spec.head_dim not in HEAD_DIMS:
-                reasons.append(f"the head size must be one of {HEAD_DIMS}, not {spec.head_dim}")
-            if spec.window is not None and spec.window < LEAST_WINDOW:
-                reasons.append(f"windows must have at least {LEAST_WINDOW} tokens, not {spec.window}")
+        if isinstance(spec, HeadKV) and spec.head_dim not in HEAD_DIMS:
+            reasons.append(f"the head size must be one of {HEAD_DIMS}, not {spec.head_dim}")
+        if isinstance(spec, LatentKV) and (spec.rank not in HEAD_DIMS or spec.rope_size not in ROTATED):
+            reasons.append(f"latents must have one of {HEAD_DIMS} channels, and {ROTATED} rotated ones")
+        if spec.window is not None and spec.window < LEAST_WINDOW:
+            reasons.append(f"windows must have at least {LEAST_WINDOW} tokens, not {spec.window}")
         if page_size.bit_count() != 1 or page_size > _MAX_PAGE:
             reasons.append(f"the page size must be a power of two up to {_MAX_PAGE}, not {page_size}")
         return reasons

@@ -157,13 +157,14 @@ def _deterministic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings
 def _triton_refusal(model: ModelConfig) -> str | None:
     """Return why Triton's kernels can't run the target, None if they can. The draft is checked when it is loaded."""
     # Imports Triton, which a CPU does not need.
-    from specserve_kernels.ops.attention.attention import HEAD_DIMS, LEAST_WINDOW
+    from specserve_kernels.ops.attention.attention import HEAD_DIMS, LEAST_WINDOW, ROTATED
 
     for layer in model.layers:
-        size, window = layer.head_dim, layer.softmax.window
-        if layer.latent is not None:
-            return "triton has no latent attention"
-        if size not in HEAD_DIMS:
+        size, window, latent = layer.head_dim, layer.softmax.window, layer.latent
+        if latent is not None:
+            if latent.rank not in HEAD_DIMS or size not in ROTATED:
+                return f"triton supports latents of {HEAD_DIMS} and {ROTATED} rotated channels"
+        elif size not in HEAD_DIMS:
             return f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
         if window is not None and window < LEAST_WINDOW:
             return f"triton supports windows of at least {LEAST_WINDOW} tokens, the model's is {window}"

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.attention.blocks import load_block, load_pages, scales_of
+from specserve_kernels.ops.attention.blocks import load_block, load_pages, load_parts, scales_of, scores_of
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.attention.paths import Paths, fold_listed, fold_paths
 from specserve_kernels.ops.attention.splits import (
@@ -57,6 +57,7 @@ from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
 
 HEAD_DIMS = (32, 64, 128, 256, 512)
+ROTATED = (16, 32, 64)  # channels of a latent row that are not its value
 # A window sees the whole of a path of 64 nodes, and up to 15 positions before it in the same sixteen.
 LEAST_WINDOW = 80
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
@@ -88,8 +89,8 @@ def _store_rows(out, top_X, sum_X, acc_XD, sinks, value_scale, node_X, head_X, l
     do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "mask_T", "pack_TC"],
 )  # fmt: skip
 def _attend_kernel(
-    q,  # [T, Hq, D], rows q_stride apart
-    cache,  # [pages, 2, PAGE, HEADS, D]
+    q,  # [T, Hq, D], rows q_stride apart; of latents [T, Hq, D + EXTRA]
+    cache,  # [pages, 2, PAGE, HEADS, D], of latents [pages, 1, PAGE, D + EXTRA]
     pages_BM,
     length_B,
     q_start,  # [B + 1], of a chain or tree
@@ -118,6 +119,7 @@ def _attend_kernel(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    EXTRA: tl.constexpr,
     PAGE: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
@@ -171,8 +173,7 @@ def _attend_kernel(
         stop = tl.cdiv(tl.minimum(visible_end, unit_end), N)
         pages = load_pages(table, begin * N, last_page, N, PAGE)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
-        q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
-        q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
+        rows = load_parts(q, node_R * q_stride + head_R * (D + EXTRA), live_R, D, EXTRA)
         nearest = visible_end  # the first end of some row's keys
         end_R = tl.zeros([R], tl.int32) + visible_end
         if TAIL == "chain":
@@ -187,11 +188,11 @@ def _attend_kernel(
             live_N = position_N < visible_end
             if window is not None:
                 live_N &= position_N >= lowest
-            k_ND, v_ND = load_block(
-                at_head, value, pages, base, live_N, page_stride, HEADS, D, PAGE, q_RD.dtype
+            k, v_ND = load_block(
+                at_head, value, pages, base, live_N, page_stride, HEADS, D, EXTRA, PAGE, rows[0].dtype
             )
             pages = load_pages(table, base + N, last_page, N, PAGE)
-            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+            score_RN = scores_of(rows, k)
             masked = (base + N > nearest) | (base < KV_START)
             if window is not None:
                 masked |= base < highest
@@ -211,7 +212,7 @@ def _attend_kernel(
         if TAIL == "listed":  # noqa: SIM102
             if unit + 1 == units:
                 top_R, sum_RX, acc_RD = fold_listed(
-                    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table,
+                    rows, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table,
                     scale, page_stride, HEADS, PAGE, C,
                 )  # fmt: skip
         if TAIL == "tree":  # noqa: SIM102
@@ -229,7 +230,7 @@ def _attend_kernel(
                             all_sum_R = row_sums(all_sum_RX)
                             mine += HEADS
                     top_R, sum_RX, acc_RD = fold_paths(
-                        q_RD, top_R, sum_RX, acc_RD, node_R, live_R, slot, (base - visible_end) // ALIGNED, length,
+                        rows, top_R, sum_RX, acc_RD, node_R, live_R, slot, (base - visible_end) // ALIGNED, length,
                         mask_T, pack_TC, seen, tl.cdiv(ALIGNED - 1 + entries, ALIGNED), nodes, at_head, value, table,
                         scale, page_stride, HEADS, PAGE, C, ALIGNED,
                     )  # fmt: skip
@@ -278,17 +279,19 @@ class Workspace:
         self._made: dict[tuple[int | None, ...], tuple[LaunchPlan, tuple[Tensor, ...]]] = {}
 
     def of(
-        self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int, positions: int, tree: bool, window: int | None
+        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool, window: int | None,
+        latent: int,
     ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:  # fmt: skip
         """Return the launch plan, the buffers of sums, and arrival counters. ``positions``: of a slot's table;
         ``tree``: paths are gathered."""
-        key = (*q_TND.shape, cache.shape[3], window)
+        key = (*q_TND.shape, kv_heads, window)
         if key not in self._made:
-            self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes, positions, tree, window)
+            self._made[key] = self._make(q_TND, kv_heads, slots, nodes, positions, tree, window, latent)
         return self._made[key]
 
     def _make(
-        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool, window: int | None
+        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool, window: int | None,
+        latent: int,
     ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:  # fmt: skip
         _, heads, size = q_TND.shape
         plan = LaunchPlan.of(
@@ -302,10 +305,11 @@ class Workspace:
             tree=tree,
             window=window,
             wide=q_TND.dtype == torch.float32,
+            latent=latent > 0,
         )
         sums = (
             torch.empty(plan.most * kv_heads * plan.rows, columns, dtype=torch.float32, device=q_TND.device)
-            for columns in (size, 2)
+            for columns in (latent or size, 2)
         )
         return plan, (*sums, tickets(slots * kv_heads * plan.tiles, q_TND.device))
 
@@ -324,6 +328,7 @@ def attend_nodes(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Tree attention: a node of slot b sees positions from ``kv_start`` to below ``length_B[b]`` and its path. Keys and
     values of the nodes are already stored, node i's at ``length_B[b] + i``. With a ``kv_start`` there are only chains.
@@ -336,12 +341,14 @@ def attend_nodes(
     zeros. ``paths``: from ``list_paths``, for as many nodes; None: each slot's nodes are a chain. Index tensors are
     int64 or int32; ``length_B`` and ``q_start`` must not come from the launch right before this one: see ``pdl``.
     ``scale``: what scores are multiplied by, None: one over the square root of D. ``sinks_H`` ``[Hq]``, a float dtype:
-    each head's score of one more key, whose value is 0. Returns ``[T, Hq, D]``, contiguous.
+    each head's score of one more key, whose value is 0. ``latent``: all heads read the same rows, ``cache`` is
+    ``[pages, 1, page size, D]``, and the first so many numbers of a row are its value; D is at least 16 more, and both
+    are powers of two. Returns ``[T, Hq, D]``, of latents ``[T, Hq, latent]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(
             q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", kv_start=kv_start, scales=scales,
-            scale=scale, window=window, sinks_H=sinks_H,
+            scale=scale, window=window, sinks_H=sinks_H, latent=latent,
         )  # fmt: skip
     assert not kv_start or paths is None
     tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
@@ -361,6 +368,7 @@ def attend_nodes(
         scale=scale,
         window=window,
         sinks_H=sinks_H,
+        latent=latent,
     )
 
 
@@ -376,18 +384,19 @@ def attend_frontier(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
     in ``scratch_BKA[b, k]``, which list its path in order, from ``prefix_B[b]`` on; with K = 1 they are consecutive.
     For a ``window``, a row's position is ``prefix_B[b] + A - 1``.
 
-    Tensors, ``scale`` and ``sinks_H`` as in ``attend_nodes``. Rows that see nothing get zeros.
+    Tensors, ``scale``, ``sinks_H`` and ``latent`` as in ``attend_nodes``. Rows that see nothing get zeros.
     """
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
         entries=entries, kv_start=kv_start, seen=scratch_BKA, scales=scales, scale=scale, window=window,
-        sinks_H=sinks_H,
+        sinks_H=sinks_H, latent=latent,
     )  # fmt: skip
 
 
@@ -410,12 +419,13 @@ def _launch(
     scale: float | None,
     window: int | None,
     sinks_H: Tensor | None,
+    latent: int,
 ) -> Tensor:
-    slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
+    slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, 1 if latent else cache.shape[3]
     assert window is None or window >= LEAST_WINDOW
     tree, positions = tail in ("tree", "listed"), pages_BM.shape[1] * cache.shape[2]
-    plan, sums = workspace.of(q_TND, cache, slots, nodes, positions, tree, window)
-    out = q_TND.new_empty(q_TND.shape)
+    plan, sums = workspace.of(q_TND, kv_heads, slots, nodes, positions, tree, window, latent)
+    out = q_TND.new_empty(total, heads, latent or size)
     rest = (length_B if x is None else x for x in (q_start, seen, mask_T, pack_TC))
     group = heads // kv_heads
     kernel: Any = _attend_kernel
@@ -443,7 +453,8 @@ def _launch(
         KV_START=kv_start,
         GROUP=group,
         HEADS=kv_heads,
-        D=size,
+        D=latent or size,
+        EXTRA=size - latent if latent else 0,
         PAGE=cache.shape[2],
         R=plan.rows,
         N=plan.block,

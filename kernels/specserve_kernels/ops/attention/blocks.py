@@ -1,5 +1,8 @@
 """Triton device functions that load keys and values of a paged cache: pages of a block, a block, selected columns.
 
+Queries and keys are tuples of their parts: one of D channels, or of rows of a latent cache D channels, which are values
+as well, and EXTRA more.
+
 Shapes: N positions of a block, C columns, M pages of a slot, D head size, R rows of a tile.
 """
 
@@ -77,8 +80,42 @@ def as_computed(stored, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_parts(rows, offset, mask, D: tl.constexpr, EXTRA: tl.constexpr):
+    """Load the parts of queries or keys at ``rows + offset``, 0 where masked."""
+    parts = (tl.load(rows + offset[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0),)
+    if EXTRA:
+        parts += (  # type: ignore[assignment]
+            tl.load(rows + D + offset[:, None] + tl.arange(0, EXTRA)[None, :], mask=mask[:, None], other=0.0),
+        )
+    return parts
+
+
+@triton.jit
+def load_both(at_head, value, row, mask, D: tl.constexpr, EXTRA: tl.constexpr, dtype: tl.constexpr):
+    """Load keys and values at these rows as ``dtype``."""
+    stored = load_parts(at_head, row, mask, D, EXTRA)
+    k = (as_computed(stored[0], dtype),)
+    if EXTRA:
+        k += (as_computed(stored[1], dtype),)  # type: ignore[assignment]
+        v = k[0]
+    else:
+        v = tl.load(value + row[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
+        v = as_computed(v, dtype)
+    return k, v
+
+
+@triton.jit
+def scores_of(q, k):
+    """Return the products of rows and keys."""
+    score = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    for i in tl.static_range(1, len(q)):
+        score = tl.dot(q[i], tl.trans(k[i]), score, input_precision="ieee")
+    return score
+
+
+@triton.jit
 def load_block(
-    at_head,  # the key head in the cache [pages, 2, PAGE, HEADS, D]
+    at_head,  # the key head in the cache [pages, 2, PAGE, HEADS, D], of latents [pages, 1, PAGE, D + EXTRA]
     value,  # its values there
     pages,  # as from load_pages
     first,
@@ -86,6 +123,7 @@ def load_block(
     page_stride,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    EXTRA: tl.constexpr,
     PAGE: tl.constexpr,
     dtype: tl.constexpr,
 ):
@@ -95,24 +133,20 @@ def load_block(
     page_N = pages[0]
     for i in tl.static_range(1, len(pages)):  # Triton 3.9 doesn't pipeline a choice of products
         page_N = tl.where(offset_N // PAGE < i, page_N, pages[i])
-    row_N = page_N.to(tl.int64) * page_stride + (first % PAGE + offset_N % PAGE) * (HEADS * D)
-    k_ND = tl.load(at_head + row_N[:, None] + tl.arange(0, D)[None, :], mask=live_N[:, None], other=0.0)
-    v_ND = tl.load(value + row_N[:, None] + tl.arange(0, D)[None, :], mask=live_N[:, None], other=0.0)
-    return as_computed(k_ND, dtype), as_computed(v_ND, dtype)
+    row_N = page_N.to(tl.int64) * page_stride + (first % PAGE + offset_N % PAGE) * (HEADS * (D + EXTRA))
+    return load_both(at_head, value, row_N, live_N, D, EXTRA, dtype)
 
 
 @triton.jit
 def fold_columns(
-    q_RD, at_C, visible_RC, there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD, page_stride,
+    q, at_C, visible_RC, there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD, page_stride,
     HEADS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Do one step of the online softmax over keys and values at the cache's positions ``at_C`` that exist."""
     D: tl.constexpr = acc_RD.shape[1]
+    EXTRA: tl.constexpr = q[1].shape[1] if len(q) > 1 else 0
     page_C = tl.load(table + at_C // PAGE, mask=there_C, other=0).to(tl.int64)
-    row_C = page_C * page_stride + at_C % PAGE * (HEADS * D)
-    k_CD = tl.load(at_head + row_C[:, None] + tl.arange(0, D)[None, :], mask=there_C[:, None], other=0.0)
-    v_CD = tl.load(value + row_C[:, None] + tl.arange(0, D)[None, :], mask=there_C[:, None], other=0.0)
-    k_CD, v_CD = as_computed(k_CD, q_RD.dtype), as_computed(v_CD, q_RD.dtype)
-    score_RC = tl.dot(q_RD, tl.trans(k_CD), input_precision="ieee")
-    score_RC = tl.where(visible_RC, score_RC, float("-inf"))
+    row_C = page_C * page_stride + at_C % PAGE * (HEADS * (D + EXTRA))
+    k, v_CD = load_both(at_head, value, row_C, there_C, D, EXTRA, q[0].dtype)
+    score_RC = tl.where(visible_RC, scores_of(q, k), float("-inf"))
     return fold(score_RC, v_CD, scale, top_R, sum_RX, acc_RD)

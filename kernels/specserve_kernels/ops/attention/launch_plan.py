@@ -39,9 +39,11 @@ class LaunchPlan(NamedTuple):
         wide: bool = False,
         tree: bool = False,
         window: int | None = None,
+        latent: bool = False,
     ) -> LaunchPlan:
         """Choose the plan. ``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``:
-        paths are gathered. ``window``: how many positions a row sees, None: all. Measured on an H100 by
+        paths are gathered. ``window``: how many positions a row sees, None: all. ``latent``: keys are values, too, and
+        loaded once. Measured on an H100 by
         ``kernels/bench/attention.py --sweep``; for heads of more than 128 the registers were counted. Rows of more
         than 256, and 64 rows of more than 128, are held by twice as many warps, and a multiprocessor has room for one
         such program, for two of 64 rows of up to 128 or of fewer of more, and for three of others."""
@@ -57,7 +59,7 @@ class LaunchPlan(NamedTuple):
         warps = 8 if large or (tree and rows == 16 and need <= 32) else 4
         block, stages = (64 if row_bytes <= 256 and rows < 64 else 32), 3
         while (
-            rows + 2 * stages * block
+            rows + (1 if latent else 2) * stages * block
         ) * row_bytes + 2 * rows * block + _RESERVED > shared_bytes and stages > 1:
             stages -= 1
         tiles = -(-need // rows)

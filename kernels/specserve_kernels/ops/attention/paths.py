@@ -91,7 +91,7 @@ def list_paths(mask_T: Tensor, q_start: Tensor, length_B: Tensor, levels: int, m
 
 @triton.jit
 def fold_paths(
-    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, slot, sixteen, length, mask_T, pack_TC, position_BCPA, sixteens, packs,
+    q, top_R, sum_RX, acc_RD, node_R, live_R, slot, sixteen, length, mask_T, pack_TC, position_BCPA, sixteens, packs,
     at_head, value, table, scale, page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def fold_paths(
         on_path_RC = (mask_R[:, None] >> tl.maximum(at_C - length, 0).to(tl.int64)[None, :]) & 1 != 0
         sees_RC = (pack_R[:, None] == pack_C[None, :]) & (on_path_RC | (at_C < length)[None, :])
         top_R, sum_RX, acc_RD = fold_columns(
-            q_RD, at_C, sees_RC & (at_C >= 0)[None, :], at_C >= 0, at_head, value, table, scale, top_R, sum_RX, acc_RD,
+            q, at_C, sees_RC & (at_C >= 0)[None, :], at_C >= 0, at_head, value, table, scale, top_R, sum_RX, acc_RD,
             page_stride, HEADS, PAGE,
         )  # fmt: skip
     return top_R, sum_RX, acc_RD
@@ -114,11 +114,11 @@ def fold_paths(
 
 @triton.jit
 def fold_listed(
-    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table, scale,
+    q, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table, scale,
     page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Apply the online softmax to the cache entries from ``length`` on, of which each row sees its ``entries``."""
-    R: tl.constexpr = q_RD.shape[0]
+    R: tl.constexpr = acc_RD.shape[0]
     begin = 0
     while begin < nodes * entries:
         own_C = begin + tl.arange(0, C)
@@ -127,7 +127,7 @@ def fold_listed(
             own_R = tl.load(seen + node_R * entries + entry, mask=live_R, other=-1).to(tl.int32)
             sees_RC |= own_R[:, None] == length + own_C[None, :]
         top_R, sum_RX, acc_RD = fold_columns(
-            q_RD, length + own_C, sees_RC, own_C < nodes * entries, at_head, value, table, scale, top_R, sum_RX, acc_RD,
+            q, length + own_C, sees_RC, own_C < nodes * entries, at_head, value, table, scale, top_R, sum_RX, acc_RD,
             page_stride, HEADS, PAGE,
         )  # fmt: skip
         begin += C

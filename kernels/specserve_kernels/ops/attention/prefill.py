@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.attention.blocks import load_block, scales_of
+from specserve_kernels.ops.attention.blocks import load_block, load_parts, scales_of, scores_of
 from specserve_kernels.ops.attention.splits import (
     FAR,
     NEAR,
@@ -31,7 +31,7 @@ from specserve_kernels.ops.attention.splits import (
     row_sums,
     split_size,
 )
-from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
+from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of, next_power_of_2
 from specserve_kernels.types import KVScales
 
 _MOST_ROW_BYTES = 256  # largest row of a head that is read by descriptors
@@ -39,18 +39,17 @@ _MOST_ROW_BYTES = 256  # largest row of a head that is read by descriptors
 
 @triton.jit
 def _fold_block(
-    q_RD, k_ND, v_ND, base, end, position_R, window, scale, all_, top_R, sum_RX, acc_RD,
+    q, k, v_ND, base, position_R, window, scale, all_, top_R, sum_RX, acc_RD,
     MASKED: tl.constexpr, KV_START: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Do one step of the online softmax. Before a split's first block, merge the previous split into those before it.
     If ``MASKED``, a row sees positions up to its own, the last ``window`` of them, from ``KV_START`` on if that is not
     after it."""
-    N: tl.constexpr = k_ND.shape[0]
-    D: tl.constexpr = k_ND.shape[1]
+    N: tl.constexpr = v_ND.shape[0]
     if base % split_size(base, NEAR, FAR) == 0:
         all_ = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
-        top_R, sum_RX, acc_RD = nothing_seen(q_RD.shape[0], D)
-    score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+        top_R, sum_RX, acc_RD = nothing_seen(acc_RD.shape[0], acc_RD.shape[1])
+    score_RN = scores_of(q, k)
     if MASKED:
         position_N = base + tl.arange(0, N)
         visible_RN = position_N[None, :] <= position_R[:, None]
@@ -59,19 +58,19 @@ def _fold_block(
         if window is not None:
             visible_RN &= position_N[None, :] > (position_R - window)[:, None]
         score_RN = tl.where(visible_RN, score_RN, float("-inf"))
-        v_ND = tl.where((position_N < end)[:, None], v_ND, 0.0)  # later values may not be finite
     top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
     return all_, top_R, sum_RX, acc_RD
 
 
 @triton.jit
 def _fold_pages(
-    q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, stop, low, end, position_R, window,
+    q, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, stop, low, end, position_R, window,
     page_stride, kv_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    HEADS: tl.constexpr, EXTRA: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     KV_START: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Fold the blocks that are read from pages."""
+    D: tl.constexpr = acc_RD.shape[1]
     offset_N = tl.arange(0, N)
     for block in tl.range(begin, stop, num_stages=2):
         position_N = block * N + offset_N
@@ -79,7 +78,7 @@ def _fold_pages(
         if MASKED and window is not None:
             live_N &= position_N >= low
         page_N = tl.load(table + position_N.to(tl.uint32) // PAGE, mask=live_N, other=0).to(tl.int32)
-        k_ND, v_ND = load_block(
+        k, v_ND = load_block(
             at_head,
             at_head + kv_stride,
             (page_N,),
@@ -88,11 +87,12 @@ def _fold_pages(
             page_stride,
             HEADS,
             D,
+            EXTRA,
             PAGE,
-            q_RD.dtype,
+            q[0].dtype,
         )
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD, k_ND, v_ND, block * N, end, position_R, window, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START,
+            q, k, v_ND, block * N, position_R, window, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START,
             NEAR, FAR,
         )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
@@ -100,15 +100,17 @@ def _fold_pages(
 
 @triton.jit
 def _fold_own(
-    q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, end, position_R, window,
+    q, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, end, position_R, window,
     N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, KV_START: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
     """Fold blocks of the chunk itself. ``row``: the row that position 0 would have if it were in the chunk."""
     for block in tl.range(begin, stop, num_stages=STAGES):
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
+        if MASKED:  # later values may not be finite
+            v_ND = tl.where((block * N + tl.arange(0, N) < end)[:, None], v_ND, 0.0)
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD, k_ND, v_ND, block * N, end, position_R, window, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START,
+            q, (k_ND,), v_ND, block * N, position_R, window, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START,
             NEAR, FAR,
         )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
@@ -119,9 +121,9 @@ def _fold_own(
     do_not_specialize_on_alignment=["pages_BM", "q_start", "positions_T"],
 )
 def _prefill_kernel(
-    q,  # [T, Hq, D], rows q_stride apart; if OWN a descriptor of [T, Hq * D]
+    q,  # [T, Hq, D], rows q_stride apart; if OWN a descriptor of [T, Hq * D]; of latents [T, Hq, D + EXTRA]
     kv_desc,  # [T, 2 * HEADS * D], if OWN
-    cache,  # [pages, 2, PAGE, HEADS, D]
+    cache,  # [pages, 2, PAGE, HEADS, D], of latents [pages, 1, PAGE, D + EXTRA]
     pages_BM,
     q_start,  # [B + 1]
     positions_T,
@@ -137,6 +139,8 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    EXTRA: tl.constexpr,
+    PACK: tl.constexpr,  # query heads of a token in a tile: 1, or all
     PAGE: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
@@ -153,27 +157,29 @@ def _prefill_kernel(
     slot = tl.program_id(2)
     first = tl.load(q_start + slot)
     count = (tl.load(q_start + slot + 1) - first).to(tl.int32)
-    if tile * R >= count:
+    if tile * R >= count * PACK:
         return
-    local_R = tile * R + tl.arange(0, R)
+    local_R, head_R = tile * R + tl.arange(0, R), head
+    if PACK > 1:
+        local_R, head_R = local_R // PACK, local_R % PACK
+    low_token, high_token = tile * R // PACK, (tile * R + R - 1) // PACK
     live_R = local_R < count
     token_R = tl.where(live_R, first + local_R, first).to(tl.int64)
     column_D = tl.arange(0, D)
     if OWN:
-        q_RD = q.load([first.to(tl.int32) + tile * R, head * D])
+        rows = (q.load([first.to(tl.int32) + tile * R, head * D]),)
     else:
-        q_at_RD = q + (token_R * q_stride + head * D)[:, None] + column_D[None, :]
-        q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
+        rows = load_parts(q, token_R * q_stride + head_R * (D + EXTRA), live_R, D, EXTRA)
     start = 0
     if PAGED:
         start = tl.load(positions_T + first).to(tl.int32)
     position_R = start + local_R
-    end = start + tl.minimum(tile * R + R, count)
-    whole, stop = (start + tile * R + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
+    end = start + tl.minimum(high_token + 1, count)
+    whole, stop = (start + low_token + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
     # From ``begin`` to before ``hidden``, blocks have positions that some row does not see: before its window, or 0.
     low, begin, hidden = 0, 0, 1 if KV_START else 0
     if window is not None:
-        low = tl.maximum(start + tile * R + 1 - window, 0)
+        low = tl.maximum(start + low_token + 1 - window, 0)
         begin = low // N
         hidden = tl.maximum(hidden, tl.cdiv(tl.maximum(end - window, 0), N))
     whole = tl.maximum(whole, hidden)
@@ -186,16 +192,16 @@ def _prefill_kernel(
         table = pages_BM + slot.to(tl.int64) * table_stride
         if LOW:
             all_, top_R, sum_RX, acc_RD = _fold_pages(
-                q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, tl.minimum(hidden, own), low, end,
-                position_R, window, page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
+                rows, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, tl.minimum(hidden, own), low, end,
+                position_R, window, page_stride, kv_stride, HEADS, EXTRA, PAGE, N, True, KV_START, NEAR, FAR,
             )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, hidden, tl.minimum(whole, own), low, end,
-            position_R, None, page_stride, kv_stride, HEADS, D, PAGE, N, False, KV_START, NEAR, FAR,
+            rows, all_, top_R, sum_RX, acc_RD, scale, at_head, table, hidden, tl.minimum(whole, own), low, end,
+            position_R, None, page_stride, kv_stride, HEADS, EXTRA, PAGE, N, False, KV_START, NEAR, FAR,
         )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, tl.minimum(whole, own), own, low, end,
-            position_R, None, page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
+            rows, all_, top_R, sum_RX, acc_RD, scale, at_head, table, tl.minimum(whole, own), own, low, end,
+            position_R, None, page_stride, kv_stride, HEADS, EXTRA, PAGE, N, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     if OWN:
         row, k_at = first.to(tl.int32) - start, (head // GROUP) * D
@@ -204,26 +210,26 @@ def _prefill_kernel(
             own = tl.maximum(own, begin)
         if LOW:
             all_, top_R, sum_RX, acc_RD = _fold_own(
-                q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, hidden, end, position_R,
+                rows, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, hidden, end, position_R,
                 window, N, 1, True, KV_START, NEAR, FAR,
             )  # fmt: skip
             own = tl.maximum(own, hidden)
         whole = tl.maximum(whole, own)
         all_, top_R, sum_RX, acc_RD = _fold_own(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, whole, end, position_R,
+            rows, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, whole, end, position_R,
             None, N, STAGES, False, KV_START, NEAR, FAR,
         )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_own(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, whole, stop, end, position_R,
+            rows, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, whole, stop, end, position_R,
             None, N, 1, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     top_R, sum_R, acc_RD = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
     if sinks is not None:
-        sum_R = add_sinks(top_R, sum_R, tl.load(sinks + head) + tl.zeros_like(top_R))
+        sum_R = add_sinks(top_R, sum_R, tl.load(sinks + head_R) + tl.zeros_like(top_R))
     result_RD = acc_RD / sum_R[:, None]
     if value_scale is not None:
         result_RD *= value_scale
-    out_at_RD = out + (token_R * (HEADS * GROUP * D) + head * D)[:, None] + column_D[None, :]
+    out_at_RD = out + (token_R * (HEADS * GROUP * D) + head_R * D)[:, None] + column_D[None, :]
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
 
@@ -241,15 +247,15 @@ def _tile_of_own(wide: bool) -> Tile:
     return Tile(32, 32, 4, 2) if wide else Tile(64, 64, 4, 3)
 
 
-def choose_tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
+def choose_tile(row_bytes: int, wide: bool, shared_bytes: int, latent: bool = False) -> Tile:
     """Return the tile for keys that are all read from pages; a smaller one if shared memory can't hold the queries and
-    two blocks of keys and values."""
+    two blocks of keys and values, which are the same if ``latent``."""
     large = row_bytes > (1024 if wide else 512)  # heads of more than 256
     if wide:
-        rows, block = 32, max(16, min(32, 8192 // row_bytes))
+        rows, block = 32, max(16, min(32, 8192 // next_power_of_2(row_bytes)))
     else:
         rows, block = (32 if large else 64), (64 if row_bytes <= 256 else 32)
-    while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
+    while (rows + (2 if latent else 4) * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
         rows, block = max(16, rows // 2), max(16, block // 2)
     return Tile(rows, block, 8 if large or (not wide and rows * row_bytes > 64 * 256) else 4, 2)
 
@@ -268,6 +274,7 @@ def attend_chunks(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Causal attention: token t sees positions from ``kv_start`` (at most 16) up to its own, ``positions_T[t]``,
     consecutive within a request; with a ``window`` the last ``window`` of them. Keys and values in the cache before a
@@ -277,10 +284,10 @@ def attend_chunks(
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``
     covers all T tokens, at most ``max_tokens`` a request, possibly none. Index tensors are int64 or int32. ``kv_TND``
     ``[T, 2 * Hk, D]``: the tokens' own keys and then values, as the cache holds them. ``prefix``: some request begins
-    after position 0. ``scale``, ``sinks_H``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, contiguous, without
-    meaning for tokens before ``kv_start``.
+    after position 0. ``scale``, ``sinks_H``, ``latent``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, of latents
+    ``[T, Hq, latent]``, contiguous, without meaning for tokens before ``kv_start``.
     """
-    (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
+    (tokens, heads, size), kv_heads = q_TND.shape, 1 if latent else cache.shape[3]
     wide = q_TND.element_size() == 4
     row_bytes = size * q_TND.element_size()
     q: Any = q_TND
@@ -290,10 +297,10 @@ def attend_chunks(
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
     else:
-        tile = choose_tile(row_bytes, wide, limits_of(q_TND.device).shared_bytes)
-    out = q_TND.new_empty(q_TND.shape)
+        tile = choose_tile(row_bytes, wide, limits_of(q_TND.device).shared_bytes, latent > 0)
+    out, pack = q_TND.new_empty(tokens, heads, latent or size), heads if latent else 1
     kernel: Any = _prefill_kernel
-    kernel[(heads, -(-max_tokens // tile.rows), len(pages_BM))](
+    kernel[(heads // pack, -(-max_tokens * pack // tile.rows), len(pages_BM))](
         q,
         kv,
         cache,
@@ -310,7 +317,9 @@ def attend_chunks(
         cache.stride(1),
         GROUP=heads // kv_heads,
         HEADS=kv_heads,
-        D=size,
+        D=latent or size,
+        EXTRA=size - latent if latent else 0,
+        PACK=pack,
         PAGE=cache.shape[2],
         R=tile.rows,
         N=tile.block,

@@ -120,13 +120,13 @@ def _rotary_store_kv_kernel(
         high = tl.where(has_norm, normed_high.to(high.dtype), high)
     rope_ptr += position * (2 * D) + d
     rotates = head < Q + K
-    turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
-    turned_high = tl.where(rotates, _turn(high, low, rope_ptr + D // 2, inside, D), high)
+    turned_low = tl.where(rotates, turned(low, high, rope_ptr, inside, D), low)
+    turned_high = tl.where(rotates, turned(high, low, rope_ptr + D // 2, inside, D), high)
 
     kept_low, kept_high = turned_low, turned_high
     if by_key is not None:
         by = tl.where(rotates, by_key, by_value)
-        kept_low, kept_high = _rounded(turned_low, by), _rounded(turned_high, by)
+        kept_low, kept_high = rounded(turned_low, by), rounded(turned_high, by)
         turned_low = tl.where(head < Q, turned_low, kept_low.to(low.dtype))
         turned_high = tl.where(head < Q, turned_high, kept_high.to(low.dtype))
     if KEYS or Q > 0:
@@ -151,7 +151,7 @@ def _weighted(scaled, query_ptr, key_ptr, head, mask, Q: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def _rounded(x, by):
+def rounded(x, by):
     """Return the nearest number of FP8 as float32, saturated. NaN stays NaN.
 
     Not by a cast to FP8 and back: ptxas 12.8 can read the register before the cast has written it.
@@ -164,7 +164,7 @@ def _rounded(x, by):
 
 
 @triton.jit
-def _turn(x, other, rope_ptr, mask, D: tl.constexpr):
+def turned(x, other, rope_ptr, mask, D: tl.constexpr):
     """Rotate one half of the head. The product with the cosine is rounded before the sum, as in the reference."""
     cos = tl.load(rope_ptr, mask=mask, other=0)
     sin = tl.load(rope_ptr + D, mask=mask, other=0)

@@ -1,0 +1,116 @@
+"""Latent attention's kernels: the reference's numbers, and the same bits however many tokens a launch has.
+
+On a CPU the kernels are interpreted. Shapes as in ``ops.attention.latent``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from specserve_kernels import KVScales, rotary_table
+from specserve_kernels.ops.attention import latent as ops
+from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
+from specserve_kernels.ops.attention.paths import list_paths
+from specserve_kernels.ops.attention.prefill import attend_chunks
+from specserve_kernels.reference.attention import latent as reference
+
+from kernels.tests.test_ops_windows import DEVICE, ON_GPU, TensorCores, cores, few_multiprocessors, integers
+
+__all__ = ["cores", "few_multiprocessors"]
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+HALF = torch.bfloat16 if ON_GPU else torch.float16
+HEADS, KEY, RANK, ROTATED, VALUE = 3, 24, 40, 16, 20
+TABLE = rotary_table(10.0 ** -torch.arange(ROTATED // 2).double(), 32, 1.0, DTYPE).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def close(found: Tensor, right: Tensor) -> None:
+    tolerance = 2e-2 if ON_GPU else 1e-5
+    torch.testing.assert_close(found.float(), right.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 70])
+def test_products_of_heads(tokens: int) -> None:
+    query_TNQ = normal(tokens, HEADS * (KEY + ROTATED) + 8)[:, 8:].unflatten(1, (HEADS, -1))
+    key_NDC, value_NVC = normal(HEADS, KEY + VALUE, RANK).split([KEY, VALUE], 1)
+    position_T = torch.arange(tokens, device=DEVICE) % 32
+    found_TNX = ops.absorb_queries(query_TNQ, key_NDC, TABLE, position_T)
+    close(found_TNX, reference.absorb_queries(query_TNQ, key_NDC, TABLE, position_T))
+    rotated = found_TNX[..., RANK:].double().unflatten(-1, (2, -1)).norm(dim=-2)
+    close(rotated, query_TNQ[..., KEY:].double().unflatten(-1, (-1, 2)).norm(dim=-1))
+    x_TNC = found_TNX[..., :RANK]
+    close(ops.multiply_heads(x_TNC, value_NVC), reference.multiply_heads(x_TNC, value_NVC))
+
+
+@pytest.mark.parametrize("scales", [None, KVScales(0.05, 0.05)])
+def test_rows_are_stored(scales: KVScales | None) -> None:
+    """Where their places say, divided by the scale and saturated; no row of -1 but on the dummy page."""
+    row_TX, weight_C = normal(5, RANK + ROTATED + 8)[:, 8:], 1 + normal(RANK)
+    row_TX[2, -1] = 1e3
+    pages_BM, place_T = integers([[3, 1], [2, 4]]), integers([4, 0, 9, -1, 7])
+    kept = DTYPE if scales is None else torch.float8_e4m3fn
+    empty = torch.zeros(6, 1, 4, RANK + ROTATED, device=DEVICE).to(kept)
+    where = TABLE, integers([3, 0, 31, 5, 7])
+    found, right = empty.clone(), empty.clone()
+    ops.store_latents(row_TX, weight_C, 1e-6, *where, found, pages_BM, place_T, scales)
+    reference.store_latents(row_TX, weight_C, 1e-6, *where, right, pages_BM, place_T, scales)
+    close(found, right)
+    written = found.float().abs().sum(-1).squeeze(1).nonzero().tolist()
+    assert written == [[0, 0], [1, 0], [1, 3], [2, 1], [3, 0]]
+
+
+def test_same_bits_of_products(cores: TensorCores) -> None:
+    x_TNI, weight_NOI = normal(70, HEADS, 100, dtype=HALF), normal(HEADS, 50, 100, dtype=HALF)
+    many_TNO = ops.multiply_heads(x_TNI, weight_NOI)
+    for rows in (slice(0, 1), slice(40, 53), slice(9, 70)):
+        assert torch.equal(ops.multiply_heads(x_TNI[rows], weight_NOI), many_TNO[rows])
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "root", "count"), [(1, 5, 0, 4), (16, 5, 1020, 5), (64, 20, 122, 8)]
+)
+def test_same_bits_of_attention(
+    page_size: int, heads: int, root: int, count: int, cores: TensorCores
+) -> None:
+    """A token's alone, in a chunk, in a chain, and in a tree whose every second node is another token."""
+    rank, size, length = 32, 48, 1152
+    row_LX, query_LNX = normal(length, size, dtype=HALF), normal(length, heads, size, dtype=HALF)
+    row_LX[:, :rank] += 100 * (1 - 2 * (torch.arange(length, device=DEVICE) // 40 % 2))[:, None]
+    query_LNX *= 0.02
+    pages_BM = torch.arange(1, 1 + length // page_size, device=DEVICE)[None]
+
+    def cache_of(row_LX: Tensor) -> Tensor:
+        cache = torch.full(
+            (1 + length // page_size, 1, page_size, size), torch.nan, device=DEVICE, dtype=HALF
+        )
+        cache[1:] = row_LX.unflatten(0, (-1, 1, page_size))
+        return cache
+
+    def verified(root: int, query_TNX: Tensor, row_LX: Tensor, masks: list[int] | None = None) -> Tensor:
+        count, length_B = len(query_TNX), integers([root])
+        q_start, paths = integers([0, count]), None
+        if masks is not None:
+            paths = list_paths(integers(masks), q_start, length_B, count // 2, count)
+        where = cache_of(row_LX), pages_BM, length_B, q_start, paths, count, Workspace()
+        return attend_nodes(query_TNX, *where, scale=0.3, latent=rank)
+
+    places = range(root, root + count)
+    right = verified(root, query_LNX[places], row_LX)
+    for place in (root + 1, root + count - 1):
+        assert torch.equal(verified(place, query_LNX[place : place + 1], row_LX)[0], right[place - root])
+    chunk: Any = integers([0, count]), torch.arange(root, root + count, device=DEVICE), count
+    found = attend_chunks(query_LNX[places], cache_of(row_LX), pages_BM, *chunk, scale=0.3, latent=rank)
+    assert torch.equal(found, right)
+    tree_LX, tree_TNX = row_LX.clone(), query_LNX[root : root + 2 * count - 1].clone()
+    tree_LX[root : root + 2 * count : 2] = row_LX[places]
+    tree_TNX[::2] = query_LNX[places]
+    masks = [sum(1 << j for j in (*range(0, i, 2), i)) for i in range(2 * count - 1)]
+    assert torch.equal(verified(root, tree_TNX, tree_LX, masks)[::2], right)
