@@ -35,6 +35,9 @@ def after_thought(grammar: str, marks: Marks, opened: bool, around: ThoughtMarks
         first = {**first, "lark_grammar": written.replace(_REST, rest)}
     name = first.get("name", "answer")
     start = f"thought GAP @{name}" if opened else f"{marks.item(around.open)} thought GAP @{name} | @{name}"
+    if around.next:
+        thought = f"{marks.item(around.open)} thought {marks.item(around.next)}"
+        start = f"({thought})* {marks.item(around.answer)} @{name}"
     rules = "\n".join((f"start: {start}", marks.until("thought", around.close), _TEXT, _GAP))
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**first, "name": name}, *others]})
 
@@ -91,7 +94,7 @@ def _groups(frame: Frame, marks: Marks, several: bool, free: bool, form: str) ->
     many = frame.several if several else ""
     rules = [f"calls: {many or frame.one} {'GAP' if frame.close else ''} {marks.item(frame.close)}"]
     rules += [f"again: {marks.item(frame.open)}"] if "again" in many else []
-    if free and not form and frame.alone is None:
+    if free and not form and frame.alone is None and not frame.answer:
         start = "(open calls)* rest" if several else "rest | open calls GAP"
         around = frame.open, frame.outer
         return [f"start: {start}", marks.until("open", *around), marks.without("rest", *around), *rules]
@@ -100,6 +103,8 @@ def _groups(frame: Frame, marks: Marks, several: bool, free: bool, form: str) ->
     group = f"{outer} {opened} calls"
     more = f"(GAP {group})*" if several and not many else ""
     rest = f"| GAP {form}" if form else "| REST" if free else ""
+    if free and frame.answer:
+        rest = f"| {marks.item(frame.answer)} {form or 'TEXT'}"
     return [f"start: {'' if frame.alone else 'GAP'} {group} {more} GAP {rest}", *rules]
 
 

@@ -15,10 +15,13 @@ from specserve.constraints.grammar import expression, quoted
 
 
 class ThoughtMarks(NamedTuple):
-    """The marks around the reasoning at the beginning of an answer."""
+    """The marks around the reasoning at the beginning of an answer. With ``next``, which follows each thought, there
+    may be several, and ``answer`` begins the answer."""
 
     open: str
     close: str
+    next: str = ""
+    answer: str = ""
 
     @property
     def tokens(self) -> tuple[str, str]:
@@ -28,7 +31,9 @@ class ThoughtMarks(NamedTuple):
 
 THINK = ThoughtMarks("<think>", "</think>")
 CHANNEL = ThoughtMarks("<|channel>thought", "<channel|>")
-HARMONY = ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")  # for which there are no grammars
+HARMONY = ThoughtMarks(
+    "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Frame:
     a colon and a number if it is ``numbered``, ``begin``, the arguments and ``end``. Arguments are JSON, or written as
     ``text`` or ``python`` says. What is empty is left out. ``alone``: an expression of what begins a call of functions;
     an answer that does not begin with it has no calls, and ``first`` is a call after ``open``. None: calls may follow
-    other text."""
+    other text, unless ``answer`` begins one without calls."""
 
     one: str
     several: str = ""
@@ -74,6 +79,7 @@ class Frame:
     text: TextMarks | None = None
     python: bool = False
     alone: Callable[[Iterable[str]], str] | None = None
+    answer: str = ""
 
     @property
     def opens(self) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from specserve.frontend.parsers.think import ThinkParser, marks_of
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls, functions_of
 
-_CHANNELS = "not supported: there are no grammars for the channels of this model's answers"
+_CHANNELS = "not supported: this model's channels need --reasoning-parser and --tool-call-parser gpt-oss"
+_THOUGHTS = "not supported: this model may think several times"
 _TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
 
 
@@ -124,25 +125,23 @@ class Formats:
         parsers = [self._parser(prompt, calls, form is not None) for _ in range(count)]
         first = parsers[0]
         if params.thinking_token_budget is not None and params.thought is None and first.tells_reasoning:
-            if self._has_channels:
-                raise FieldError("thinking_token_budget", _CHANNELS, "unsupported_parameter")
-            around = {"open": self.around.open, "close": self.around.close}
-            thought = Thought(**around, end=list(self.close or ()), begun=first.thinking)
+            if self.around.next:
+                raise FieldError("thinking_token_budget", _THOUGHTS, "unsupported_parameter")
+            end = list(self.close or ())
+            thought = Thought(open=self.around.open, close=self.around.close, end=end, begun=first.thinking)
             params = msgspec.structs.replace(params, thought=thought)
-        if calls is not None and calls.tools:
-            form = self._form_with_calls(calls, form)
+        around, offers = self.around, calls is not None and bool(calls.tools)
+        if calls is not None and offers:
+            form, around = self._form_with_calls(calls, form), around._replace(answer="")
         if form is not None:
-            params = constrained(params, self._after_thought(form, first), self._no_forms)
+            params = constrained(params, self._after_thought(form, first, around), self._no_forms(offers))
         return params, parsers
 
-    @property
-    def _has_channels(self) -> bool:
-        return self.around == HARMONY or self.calls is HARMONY_CALLS
-
-    @property
-    def _no_forms(self) -> str | None:
-        """Why answers can't have a form."""
-        return _CHANNELS if self._has_channels else self.no_grammars
+    def _no_forms(self, offers: bool) -> str | None:
+        """Return why answers can't have a form. ``offers``: they may have calls."""
+        separated, called = self.around == HARMONY, self.calls is HARMONY_CALLS
+        unread = not separated or (offers and not called)
+        return _CHANNELS if (separated or called) and unread else self.no_grammars
 
     def _parser(self, prompt: Sequence[int], calls: Calls | None, has_form: bool) -> AnswerParser:
         """Return a parser for one answer. ``has_form``: if it has no calls, it is of a given form."""
@@ -174,12 +173,12 @@ class Formats:
             return None
         return Form(calls.constrained_by, lambda: calls.grammar(format_, marks))
 
-    def _after_thought(self, form: Form, parser: AnswerParser) -> Form:
+    def _after_thought(self, form: Form, parser: AnswerParser, around: ThoughtMarks) -> Form:
         """Return the form of an answer of ``parser``, which may begin with reasoning."""
         if not parser.tells_reasoning:
             return form
         opened = parser.thinking
-        return Form(form.param, lambda: after_thought(form.make(), self._marks, opened, self.around))
+        return Form(form.param, lambda: after_thought(form.make(), self._marks, opened, around))
 
     @property
     def _marks(self) -> Marks:

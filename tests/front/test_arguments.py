@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from specserve import grammar
 from specserve.constraints.calls import after_thought
-from specserve.constraints.marks import Marks
+from specserve.constraints.marks import HARMONY, Marks
 from specserve.core import FieldError
 from specserve.frontend.parsers.base import Arguments, Call, Content, merged
 from specserve.frontend.parsers.registry import FORMATS
@@ -190,6 +190,61 @@ def test_what_models_write_is_admitted(
     text = Calls(tools, choice).grammar(FORMATS[format_], walker.marks)
     for answer in (*admitted, *others):
         assert walker.admits(text, answer) == (answer in admitted), answer
+
+
+CHANNELS = HARMONY._replace(close="<|done|>")  # the bundled model has another use for the mark
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> Walker:
+    return Walker(
+        tmp_path_factory.mktemp("harmony"),
+        ["<|start|>", "<|channel|>", "<|message|>", "<|done|>", "<|constrain|>"],
+    )
+
+
+THOUGHT = "<|channel|>analysis<|message|>{} <|channel|> hm<|done|><|start|>assistant"
+
+
+@pytest.mark.parametrize("thoughts", ["", THOUGHT, THOUGHT * 2])
+def test_the_last_channel_is_of_a_form(channels: Walker, thoughts: str) -> None:
+    text, answer = (
+        after_thought(grammar.json_object(), channels.marks, False, CHANNELS),
+        "<|channel|>final<|message|>{}",
+    )
+    assert channels.admits(text, thoughts + answer)
+    for other in (
+        "{}",
+        "",
+        answer[:-2],
+        f"{answer}a",
+        answer.replace("final", "analysis"),
+        answer.replace("{}", "a"),
+    ):
+        assert not channels.admits(text, thoughts + other), other
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("form", ["", grammar.json_object()])
+def test_calls_in_channels(channels: Walker, choice: Any, form: str) -> None:
+    calls, marks = Calls(strange(type="integer"), choice), channels.marks
+    text = calls.grammar(FORMATS["gpt-oss"], marks, form if choice == "auto" else "")
+    text = after_thought(text, marks, False, CHANNELS._replace(answer=""))
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"x": 1}'
+    said = "<|channel|>final<|message|>"
+    for thoughts in ("", THOUGHT, THOUGHT * 2):
+        assert channels.admits(text, thoughts + call)
+        for other in (
+            "",
+            call.replace("1", '"1"'),
+            call.replace("weather", "w"),
+            call + call,
+            f"{said}Hi{call}",
+            "Hi",
+        ):
+            assert not channels.admits(text, thoughts + other), other
+        assert channels.admits(text, f"{thoughts}{said}Hi") == (choice == "auto" and not form)
+        assert channels.admits(text, f"{thoughts}{said}{{}}") == (choice == "auto")
 
 
 def test_what_comes_after_a_thought(walker: Walker) -> None:

@@ -345,21 +345,39 @@ def test_channels(ask: Ask, streams: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert choice.message.reasoning_content == "Hm."
 
 
+JSON_FORM: dict[str, Any] = {"response_format": {"type": "json_object"}}
+
+
 @pytest.mark.parametrize(
-    ("param", "fields"),
+    ("param", "words", "fields", "reasoning"),
     [
-        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("thinking_token_budget", {"thinking_token_budget": 5}),
+        ("parallel_tool_calls", "channels need", {"tools": TOOLS, "parallel_tool_calls": False}, "none"),
+        ("response_format", "channels need", JSON_FORM, "none"),
+        ("thinking_token_budget", "may think several times", {"thinking_token_budget": 5}, "gpt-oss"),
     ],
 )
-def test_channels_have_no_grammars(param: str, fields: dict[str, Any], serve: Serve) -> None:
-    given = {"tool_call_parser": "gpt-oss", "reasoning_parser": "gpt-oss"}
-    client, _ = serve(template=TEMPLATE, **given)
+def test_what_channels_can_not_be_held_to(
+    param: str, words: str, fields: dict[str, Any], reasoning: str, serve: Serve
+) -> None:
+    client, _ = serve(template=TEMPLATE, tool_call_parser="gpt-oss", reasoning_parser=reasoning)
     answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": ASKED, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-    assert "there are no grammars for the channels" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({**JSON_FORM, "tools": []}, '"<|channel|>final<|message|>" @json_schema'),
+        ({"tool_choice": "required"}, "@schemas"),
+        ({**JSON_FORM}, "@schemas"),
+    ],
+)
+def test_a_form_is_that_of_the_last_message(serve: Serve, fields: dict[str, Any], start: str) -> None:
+    found = json.loads(grammar_of(serve, {"tool_call_parser": "gpt-oss"}, **fields))
+    rule = found["grammars"][0]["lark_grammar"].splitlines()[0]
+    thought = '("<|channel|>analysis<|message|>" thought "<|start|>assistant")*'
+    assert rule.split() == f"start: {thought} {start}".split()
 
 
 def test_no_parser_no_tools(serve: Serve) -> None:

@@ -86,7 +86,8 @@ class Walker:
             bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
             if not bits[token]:
                 return False
-            matcher.consume([token])
+            if token != END:
+                matcher.consume([token])
         return True
 
     def _spelled(self, text: str) -> list[int]:

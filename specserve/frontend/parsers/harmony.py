@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from specserve.constraints.marks import HARMONY, Frame
 from specserve.frontend.parsers.base import (
     Arguments,
     Call,
@@ -26,6 +27,13 @@ from specserve.frontend.parsers.base import (
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = "<|end|>", "<|call|>", "<|return|>"
 MARKS = START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS
+FRAME = Frame(  # the end of a call is that of the answer
+    "call",
+    several="call",
+    prefix=f"{CHANNEL}commentary to=functions.",
+    begin=f" {CONSTRAIN}json{MESSAGE}",
+    answer=HARMONY.answer,
+)
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _BEFORE = re.compile(r"\s*(?:to=\S*\s*)?")  # of a header that begins with its recipient

@@ -110,8 +110,7 @@ HARMONY = Format(
     lambda functions: harmony.HarmonyParser(functions, separate=False),
     (f"{harmony.CHANNEL}commentary", "<|call|>"),
     harmony.MARKS,
-    lambda _: Frame(""),
-    no_forms="its messages have channels",
+    lambda _: harmony.FRAME,
 )
 FORMATS: Mapping[str, Format] = {
     **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3"), _HERMES),

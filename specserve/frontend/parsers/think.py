@@ -24,7 +24,7 @@ class ThinkParser(Parser):
 
     def __init__(self, prompt: str, marks: ThoughtMarks = THINK, calls: Sequence[str] = ()) -> None:
         """``prompt``: the end of the prompt, at least the mark and white space."""
-        self._open_mark, self._close_mark = marks
+        self._open_mark, self._close_mark = marks[:2]
         self._call_marks = calls
         self.stage: Stage = "thinking" if prompt.rstrip().endswith(marks.open) else "before"
         self._text = ""
