@@ -347,7 +347,11 @@ def specialized(arg: object, by_value: bool) -> object:
 def compiled_only() -> Iterator[Compiler]:
     """Launches compile and no more. All tensors are taken to be on a GPU."""
     compiler = Compiler()
-    full = torch.full
+    empty, full = torch.empty, torch.full
+
+    def zeros(*shape: Any, **options: Any) -> Tensor:
+        """On the device for shapes alone, zeros would be made of what is empty."""
+        return (empty if str(options.get("device")) == "meta" else torch.zeros)(*shape, **options)
 
     def zeros_like(tensor: Tensor, **options: Any) -> Tensor:
         return full(tensor.shape, 0, **{"dtype": tensor.dtype} | options)
@@ -372,10 +376,11 @@ def compiled_only() -> Iterator[Compiler]:
         stack.enter_context(patch.object(CUDABackend, "add_stages", add_stages))
         # Checks of which only a debug build keeps the result: a fifth of the front end's time.
         stack.enter_context(patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None))
-        stack.enter_context(patch.object(torch, "empty", torch.zeros))
+        stack.enter_context(patch.object(torch, "empty", zeros))
         stack.enter_context(patch.object(torch, "empty_like", zeros_like))
         stack.enter_context(patch.object(Tensor, "new_empty", new_zeros))
         stack.enter_context(patch.object(torch.nn.functional, "linear", linear))
+        stack.enter_context(patch.object(specserve.layers.linear, "packs", lambda _: False))
         stack.enter_context(patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True))
         stack.enter_context(patch.object(specserve.speculation.sampler, "runs_triton", lambda _: True))
         stack.enter_context(patch.object(specserve.layers.linear, "packs", lambda _: False))
@@ -621,7 +626,7 @@ def main() -> None:
         compiler.until = "ptx"
         launch_packed(8, None)
         compiler.until = "llir"
-        launch_attention(128, 20, 16, whole=False)
+        launch_attention(128, 20, 16, whole=False, chains=False)
         launch_attention(512, 20, 16, whole=False, chains=False)
         launch_norms()
         launch_linears(8)
