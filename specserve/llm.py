@@ -352,7 +352,7 @@ def _render(
     """Return a conversation as text."""
     if not (conversation := plain(messages)):
         raise ValueError("messages must not be empty")
-    return tokenizer.render(conversation, calls.tools, variables, turn(conversation, *ends))
+    return tokenizer.template.render(conversation, calls.tools, variables, turn(conversation, *ends))
 
 
 def _chat_request(

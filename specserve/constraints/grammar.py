@@ -16,12 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specserve.constraints.guards import check_ends, check_width
-from specserve.constraints.schemas import (
-    ASCII,
-    enforceable,
-    exact_dates,
-    with_escapes,
-)
+from specserve.constraints.schemas import ASCII, enforceable, exact_dates, with_escapes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

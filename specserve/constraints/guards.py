@@ -3,7 +3,7 @@ against what it does not enforce."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specserve.constraints.schemas import BY_NAME, DATA, NOTES, as_list, is_local, resolved, target_of
@@ -16,22 +16,22 @@ def check_width(root: Any) -> None:
     """Raise ValueError for a schema of which too many alternatives may have to be followed at once: 1.9.1 takes it and
     fails within the answer."""
     known: dict[int, int] = {}
-    widest = max((_width(part, root, known) for part in _parts(root)), default=0)
+    widest = max((_width(part, root, known) for _, part in _parts(root)), default=0)
     if widest > MOST_WIDTH:
         words = "too many optional properties or alternatives may come next, about"
         raise ValueError(f"{words} {widest // 4}; the limit is {MOST_WIDTH // 4}")
 
 
-def _parts(schema: Any, named: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects that are schemas in a schema, or in ``named`` ones."""
+def _parts(schema: Any, place: str = "", named: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects that are schemas in a schema, or in ``named`` ones, and where they are."""
     if not named and isinstance(schema, dict):
-        yield schema
-    items = (
-        schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+        yield place, schema
+    items: Iterable[tuple[Any, Any]] = (
+        schema.items() if isinstance(schema, dict) else enumerate(as_list(schema))
     )
     for name, value in items:
         if named or name not in (*DATA, *NOTES):
-            yield from _parts(value, not named and name in BY_NAME)
+            yield from _parts(value, f"{place}{name}.", not named and name in BY_NAME)
 
 
 def _width(schema: Any, root: Any, known: dict[int, int]) -> int:
@@ -77,7 +77,8 @@ def _own_width(schema: Mapping[str, Any]) -> int:
 
 def check_ends(root: Any) -> None:
     """Raise ValueError for a reference whose values could only be infinite: 1.9.1 takes it, and no answer ends."""
-    places = {at: place for at, place in _references(root, "") if is_local(at)}
+    references = [(part.get("$ref"), f"{place}$ref") for place, part in _parts(root)]
+    places = {at: place for at, place in references if isinstance(at, str) and is_local(at)}
     finite: set[str] = set()
     before = -1
     while before < len(finite):
@@ -87,18 +88,6 @@ def check_ends(root: Any) -> None:
     for reference, place in places.items():
         if reference not in finite:
             raise ValueError(f"{place}: no value of {reference!r} is finite")
-
-
-def _references(schema: Any, place: str, named: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the references in a schema, or in ``named`` ones, and where they are."""
-    if not named and isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
-        yield reference, f"{place}$ref"
-    parts = (
-        enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
-    )
-    for name, value in parts:
-        if named or name not in (*DATA, *NOTES):
-            yield from _references(value, f"{place}{name}.", not named and name in BY_NAME)
 
 
 def _ends(schema: Any, root: Any, finite: set[str], seen: set[str]) -> bool:

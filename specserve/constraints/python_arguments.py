@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specserve.constraints.grammar import embedded, expression, quoted
-from specserve.constraints.schemas import (
-    LABELS,
-    alternatives,
-    check_known,
-    fields,
-    resolved,
-    self_contained,
-)
+from specserve.constraints.schemas import LABELS, alternatives, check_known, fields, resolved, self_contained
 
 KEYWORD = re.compile(r"[^\W\d]\w*")
 _NOTHING = '""'

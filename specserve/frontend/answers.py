@@ -90,11 +90,7 @@ class Formats:
 
     @classmethod
     def of(
-        cls,
-        tokenizer: Tokenizer,
-        calls: Format | None,
-        reasoning_parser: str,
-        ends: Collection[int] = (),
+        cls, tokenizer: Tokenizer, calls: Format | None, reasoning_parser: str, ends: Collection[int] = ()
     ) -> Formats:
         """Make a tokenizer's formats. ``reasoning_parser``: the setting. Reasoning ends with a line break. Not safe
         while another thread tokenizes."""

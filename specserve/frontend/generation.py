@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from specserve.core import SamplingParams
 from specserve.frontend.answers import AnswerParser
 from specserve.frontend.output import Answer, Delta, output_processor
@@ -61,6 +63,18 @@ class Job:
     choice: int = 0
     by_token: bool = False
     parser: AnswerParser | None = None
+
+
+def jobs_of(
+    prompt: Sequence[int], params: SamplingParams, parsers: Sequence[AnswerParser | None], by_token: bool
+) -> list[Job]:
+    """Return the jobs of the answers to a prompt, one with each of ``parsers``. Only the first one scores the
+    prompt."""
+    unscored = msgspec.structs.replace(params, prompt_logprobs=None)
+    return [
+        Job(prompt, unscored if choice else params, choice, by_token, parser)
+        for choice, parser in enumerate(parsers)
+    ]
 
 
 class Generation:

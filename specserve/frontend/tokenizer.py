@@ -55,7 +55,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.wrapped = tokenizer
         self._decode = _decode_of(tokenizer)
-        self._template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer)
         self._special = frozenset(_special(tokenizer))
         decoders = _decoders(tokenizer)
         self._alphabet = byte_alphabet() if "ByteLevel" in decoders else {}
@@ -98,32 +98,21 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         turn: Turn = ANSWER,
     ) -> list[int]:
-        """Return the ids of a conversation, ``render``ed. ``most`` as for ``encode``."""
-        return self._encode(self.render(messages, tools, variables, turn), most, False)
-
-    def render(
-        self,
-        messages: Conversation,
-        tools: Sequence[Tool] = (),
-        variables: Mapping[str, Any] | None = None,
-        turn: Turn = ANSWER,
-    ) -> str:
-        """Return the text of a conversation up to where the assistant answers, or as ``turn`` says. Raises ValueError
-        with the reason. ``variables`` are the template's."""
-        return self._template.render(messages, tools, variables, turn)
+        """Return the ids of a conversation as its ``template`` renders it. ``most`` as for ``encode``."""
+        return self._encode(self.template.render(messages, tools, variables, turn), most, False)
 
     def with_template(self, given: str) -> Tokenizer:
         """Return this tokenizer with another chat template, a text or a file. Raises ValueError."""
         other = copy.copy(self)
         other.wrapped = copy.copy(self.wrapped)
         replace_template(other.wrapped, given)
-        other._template = ChatTemplate(other.wrapped)
+        other.template = ChatTemplate(other.wrapped)
         return other
 
     @property
     def template_text(self) -> str:
         """Return the chat template used with tools, empty if there is none."""
-        return self._template.text
+        return self.template.text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         ids = self._valid(token_ids, skip_special_tokens) if self._bytes else list(token_ids)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from msgspec import UNSET
 from pydantic import Field
@@ -15,9 +14,9 @@ from starlette.responses import Response
 
 from specserve.core import MAX_COUNT, MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
 from specserve.frontend.answers import Form
-from specserve.frontend.conversation import Messages, Variables, joined, of_request, turn
+from specserve.frontend.conversation import Messages, Variables, of_request, turn
 from specserve.frontend.fields import Refusal, Text
-from specserve.frontend.generation import Job
+from specserve.frontend.generation import Job, jobs_of
 from specserve.frontend.output import Answer, Delta
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged, parts
 from specserve.frontend.parsers.objects import is_whole
@@ -120,10 +119,7 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
     calls = calls_of(served, request, form)
     with front.places.reserve(request.choices, "n", served.settings):
         prompt = await _encode(front, served, request, calls)
-        if request.prediction is not None:
-            text = joined(request.prediction.content)
-            predicted = await front.tokenizing.encode_prediction(text, served.capacity)
-            params = msgspec.structs.replace(params, prediction=predicted)
+        params = await front.tokenizing.with_prediction(params, request.prediction, served.capacity)
         assert served.formats is not None, "the prompt was tokenized"
         makes_grammar = form is not None or (calls is not None and calls.constrained_by is not None)
         formats = served.formats
@@ -137,12 +133,7 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
         plan = partial(formats.plan, prompt, params, request.choices, calls, form)
         params, parsers = await asyncio.to_thread(plan) if makes_grammar else plan()
         served.capacity.check(prompt, params, "messages")
-        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
-        jobs = [
-            Job(prompt, unscored if choice else params, choice, request.streams_runs, parser)
-            for choice, parser in enumerate(parsers)
-        ]
-        writer = make(front, request, jobs)
+        writer = make(front, request, jobs_of(prompt, params, parsers, request.streams_runs))
         writer.generation.submit()
     return writer
 
@@ -233,14 +224,10 @@ class Deltas:
                 return ChatDelta(reasoning=text) if self._renamed else ChatDelta(reasoning_content=text)
             case Call(name):
                 self._calls += 1
-                begun = FunctionDelta("", name)
-                return _of_call(ToolCallDelta(self._calls - 1, begun, self._new_id(), "function"))
+                delta = ToolCallDelta(self._calls - 1, FunctionDelta("", name), self._new_id(), "function")
+                return ChatDelta(tool_calls=[delta])
             case Arguments(text):
-                return _of_call(ToolCallDelta(self._calls - 1, FunctionDelta(text)))
-
-
-def _of_call(delta: ToolCallDelta) -> ChatDelta:
-    return ChatDelta(tool_calls=[delta])
+                return ChatDelta(tool_calls=[ToolCallDelta(self._calls - 1, FunctionDelta(text))])
 
 
 class _ChatWriter(Writer):

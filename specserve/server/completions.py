@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from msgspec import UNSET
 from pydantic import Field
@@ -15,22 +14,14 @@ from starlette.responses import Response
 
 from specserve.core import MAX_CHOICES, MAX_LOGPROBS, Capacity, FieldError, SamplingParams
 from specserve.frontend.answers import constrained
-from specserve.frontend.conversation import joined as joined_text
 from specserve.frontend.fields import ListOf, Refusal, Text
-from specserve.frontend.generation import Job
+from specserve.frontend.generation import jobs_of
 from specserve.frontend.output import Answer, Delta
-from specserve.messages import FinishReason
 from specserve.server import schema
 from specserve.server.front import Front, Served, Tokenizing
 from specserve.server.logprobs import CompletionLogprobs, joined
 from specserve.server.openapi import answers
-from specserve.server.protocol import (
-    MAX_ANSWERS,
-    GenerationRequest,
-    Int,
-    form_of,
-    sampling_params,
-)
+from specserve.server.protocol import MAX_ANSWERS, GenerationRequest, Int, form_of, sampling_params
 from specserve.server.schema import Completion, CompletionChoice
 from specserve.server.writer import Writer, unless_left
 
@@ -81,10 +72,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
         words = f"{len(given)} prompts with {request.candidates} answers each exceed the limit of {MAX_ANSWERS} answers"
         raise FieldError(name, words)
     with front.places.reserve(count, name, served.settings):
-        if request.prediction is not None:
-            text = joined_text(request.prediction.content)
-            predicted = await front.tokenizing.encode_prediction(text, served.capacity)
-            params = msgspec.structs.replace(params, prediction=predicted)
+        params = await front.tokenizing.with_prediction(params, request.prediction, served.capacity)
         if form is not None:
             params = await asyncio.to_thread(constrained, params, form, served.no_grammars)
         prompts = [
@@ -184,11 +172,9 @@ class _CompletionWriter(Writer):
     def __init__(
         self, front: Front, request: CompletionRequest, prompts: list[_Prompt], params: SamplingParams
     ) -> None:
-        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
+        parsers = [None] * request.candidates
         jobs = [
-            Job(prompt.tokens, unscored if choice else params, choice, request.streams_runs)
-            for prompt in prompts
-            for choice in range(request.candidates)
+            job for each in prompts for job in jobs_of(each.tokens, params, parsers, request.streams_runs)
         ]
         super().__init__(front, request, jobs, "cmpl-")
         self._request = request
@@ -230,22 +216,12 @@ class _CompletionWriter(Writer):
         self, index: int, scores: CompletionLogprobs | None, found: Answer | Delta
     ) -> CompletionChoice:
         logprobs = None if scores is None else scores.format(found.logprobs or [])
-        return self._choice(index, found.text, found.token_ids, logprobs, found.finish_reason)
+        return CompletionChoice(index, found.text, logprobs, found.finish_reason, self._ids(found.token_ids))
 
     async def _repeat(self, prompt: int, index: int) -> CompletionChoice:
         """Return the prompt that ``echo`` puts before the answer."""
-        given = self._prompts[prompt]
-        return self._choice(index, given.text, given.tokens, await self._prompt_logprobs(prompt), None)
-
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        logprobs: schema.CompletionLogprobs | None,
-        reason: FinishReason | None,
-    ) -> CompletionChoice:
-        return CompletionChoice(index, text, logprobs, reason, self._ids(token_ids))
+        given, logprobs = self._prompts[prompt], await self._prompt_logprobs(prompt)
+        return CompletionChoice(index, given.text, logprobs, None, self._ids(given.tokens))
 
     def _scores_of(self, prompt: int) -> CompletionLogprobs | None:
         """Return the formatter of the logprobs of a prompt and its answers, None if none were asked for."""

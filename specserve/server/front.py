@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from specserve.config import Settings, make_settings
-from specserve.core import Capacity, FieldError, prediction_limit
+from specserve.core import Capacity, FieldError, SamplingParams, prediction_limit
 from specserve.frontend.answers import Formats
-from specserve.frontend.conversation import ANSWER, Conversation, Turn
+from specserve.frontend.conversation import ANSWER, Conversation, Turn, joined
 from specserve.frontend.generation import Generation, Job, TokenStatistics
 from specserve.frontend.parsers.registry import AUTO, FORMATS, choose_format
 from specserve.frontend.tokenizer import Tokenizer, TooLong
@@ -28,6 +28,7 @@ from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
 from specserve.server import schema
 from specserve.server.errors import ApiError
+from specserve.server.protocol import PredictionField
 
 if TYPE_CHECKING:
     from specserve.metrics.traces import Traces
@@ -136,13 +137,18 @@ class Tokenizing:
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 
-    async def encode_prediction(self, text: str, capacity: Capacity) -> list[int]:
-        """Return the tokens of a predicted text. Raises FieldError if there is no room for it."""
+    async def with_prediction(
+        self, params: SamplingParams, given: PredictionField | None, capacity: Capacity
+    ) -> SamplingParams:
+        """Return the parameters with the tokens of a predicted text. Raises FieldError if there is no room for it."""
+        if given is None:
+            return params
         if self.tokenizer is None:
             raise FieldError("prediction", "this server runs without a tokenizer")
         most = prediction_limit(capacity.context_length)
         try:
-            return await self._run(self.tokenizer.encode_answer, text, most)
+            found = await self._run(self.tokenizer.encode_answer, joined(given.content), most)
+            return msgspec.structs.replace(params, prediction=found)
         except TooLong as error:
             raise FieldError("prediction", f"{error}; the limit is {most}") from None
 

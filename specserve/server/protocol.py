@@ -308,19 +308,14 @@ def _forms(request: StructuredRequest) -> Iterator[Form]:
         schema = wanted.json_schema.schema_
         make = grammar.json_object if schema is None else partial(grammar.json_schema, schema)
         yield Form("response_format.json_schema.schema", make)
-    for name, make_it in _MAKERS.items():
-        if (value := getattr(request, name)) is not None and (value or name != "bad_words"):
-            yield Form(name, partial(make_it, value))
-    if (outputs := request.structured_outputs) is not None:
-        if not outputs.model_fields_set:
-            raise FieldError(
-                "structured_outputs", "needs one of json, regex, choice, grammar and json_object"
-            )
-        if outputs.json_object:
-            yield Form("structured_outputs.json_object", grammar.json_object)
-        for name, make_it in _OF_OUTPUTS.items():
-            if (value := getattr(outputs, name)) is not None:
-                yield Form(f"structured_outputs.{name.rstrip('_')}", partial(make_it, value))
+    outputs = request.structured_outputs
+    if outputs is not None and not outputs.model_fields_set:
+        raise FieldError("structured_outputs", "needs one of json, regex, choice, grammar and json_object")
+    for path, make_it in _MAKERS.items():
+        parent, _, name = path.rpartition(".")
+        value = getattr(outputs if parent else request, name, None)
+        if value is not None and (value or name not in ("bad_words", "json_object")):
+            yield Form(path.rstrip("_"), partial(make_it, value))
 
 
 _MAKERS: dict[str, Callable[[Any], str]] = {
@@ -332,12 +327,11 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
     "regex": grammar.regex,
     "ebnf": grammar.ebnf,
     "bad_words": grammar.without,
-}
-_OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
-    "json_": grammar.json_schema,
-    "regex": grammar.regex,
-    "choice": grammar.choice,
-    "grammar": grammar.ebnf,
+    "structured_outputs.json_object": lambda _: grammar.json_object(),
+    "structured_outputs.json_": grammar.json_schema,
+    "structured_outputs.regex": grammar.regex,
+    "structured_outputs.choice": grammar.choice,
+    "structured_outputs.grammar": grammar.ebnf,
 }
 
 

@@ -13,9 +13,11 @@ from pydantic import ValidationError
 
 from specserve.core import FieldError
 from specserve.frontend.fields import explain
+from specserve.frontend.generation import Job
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
-from specserve.server.chat import ChatRequest
+from specserve.server.chat import ChatRequest, W, begin
 from specserve.server.errors import ApiError
+from specserve.server.front import Front
 
 
 @dataclass
@@ -58,6 +60,12 @@ class Translation:
         except ApiError as error:
             error.param = error.param and self.name_of(error.param)
             raise
+
+    async def begin(self, front: Front, make: Callable[[Front, ChatRequest, list[Job]], W]) -> W:
+        """Submit the answers, as ``chat.begin`` does."""
+        request = self.request()
+        with self.named():
+            return await begin(front, request, make)
 
     def request(self) -> ChatRequest:
         """Return the chat. Raises FieldError naming the caller's field."""

@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
@@ -121,7 +121,7 @@ class Writer(ABC):
     async def respond(self) -> Response:
         """Return the answer, after the jobs were submitted. Cancelling it aborts the jobs that have not ended."""
         if self._streams:
-            return await stream(self.generation, self.chunks(), self.failed, self.named_events)
+            return await _EventStream.begun(self)
         try:
             await self.generation.run()
         finally:
@@ -218,51 +218,39 @@ class ClientLeft(ApiError):
         super().__init__(CLIENT_LEFT, "the client has left")
 
 
-async def stream(
-    generation: Generation,
-    chunks: AsyncIterator[msgspec.Struct],
-    failed: Callable[[ApiError], msgspec.Struct],
-    named: bool,
-) -> Response:
-    """Answer with a stream of chunks. Waits for the first tokens, but not for long: until then a refusal has its own
-    HTTP status, and a load balancer may ask another server. ``failed`` makes the chunk that reports a later error.
-    ``named``: chunks are tagged structs, whose tags name the events, and the last chunk ends the stream; otherwise
-    ``[DONE]`` does."""
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEADERS_AFTER):
-                await generation.start()
-    except BaseException:
-        generation.close()
-        raise
-    return _EventStream(generation, chunks, failed, named)
-
-
 class _EventStream(Response):
+    """Stream the chunks of a writer. Named ones are tagged structs, whose tags name the events, and the last one ends
+    the stream; otherwise ``[DONE]`` does."""
+
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        generation: Generation,
-        chunks: AsyncIterator[msgspec.Struct],
-        failed: Callable[[ApiError], msgspec.Struct],
-        named: bool,
-    ) -> None:
+    def __init__(self, writer: Writer) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._generation = generation
-        self._chunks = chunks
-        self._failed = failed
-        self._event = _named_event if named else _event
-        self._end = b"" if named else _DONE
+        self._writer = writer
+        self._event = _named_event if writer.named_events else _event
+        self._end = b"" if writer.named_events else _DONE
         self._sent = 0.0  # when something was sent last
+
+    @classmethod
+    async def begun(cls, writer: Writer) -> _EventStream:
+        """Wait for the first tokens, but not for long: until then a refusal has its own HTTP status, and a load
+        balancer may ask another server."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEADERS_AFTER):
+                    await writer.generation.start()
+        except BaseException:
+            writer.generation.close()
+            raise
+        return cls(writer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientLeft):
                 await unless_left(receive, self._send_all(scope, send))
         finally:
-            self._generation.close()
+            self._writer.generation.close()
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a comment whenever nothing else was sent for a while."""
@@ -278,13 +266,13 @@ class _EventStream(Response):
         self._sent = time.monotonic()
         waiting = asyncio.create_task(self._keep_alive(send))
         try:
-            async for chunk in self._chunks:
+            async for chunk in self._writer.chunks():
                 self._sent = time.monotonic()
                 await send(_body(self._event(chunk)))
         except Exception as failure:
             error = as_answer(failure)
             scope[ENDED_BY] = error.status
-            await send(_body(self._event(self._failed(error))))
+            await send(_body(self._event(self._writer.failed(error))))
             if not isinstance(failure, RequestFailed):
                 waiting.cancel()
                 await send(self._last)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 
@@ -48,15 +49,15 @@ def call(name: str, arguments: str) -> list[Event]:
 
 def merged(events: Iterable[Event]) -> list[Event]:
     """Join adjacent pieces of the same kind and leave out empty ones."""
-    found: list[list[Event]] = []
-    for event in events:
-        if isinstance(event, Call):
-            found.append([event])
-        elif event.text:
-            if not found or type(found[-1][0]) is not type(event):
-                found.append([])
-            found[-1].append(event)
-    return [_joined(pieces) for pieces in found]
+    found: list[Event] = []
+    for _, run in groupby((each for each in events if isinstance(each, Call) or each.text), type):
+        first, *others = run
+        if isinstance(first, Call) or not others:
+            found += [first, *others]
+        else:
+            texts = (each.text for each in (first, *others) if not isinstance(each, Call))
+            found.append(type(first)("".join(texts)))
+    return found
 
 
 @dataclass(slots=True)
@@ -82,13 +83,6 @@ def parts(events: Iterable[Event]) -> Parts:
             case Arguments(text):
                 found.calls[-1] = found.calls[-1][0], text
     return found
-
-
-def _joined(pieces: Sequence[Event]) -> Event:
-    first = pieces[0]
-    if isinstance(first, Call) or len(pieces) == 1:
-        return first
-    return type(first)("".join(piece.text for piece in pieces if not isinstance(piece, Call)))
 
 
 class Parser(ABC):

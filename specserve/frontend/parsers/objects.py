@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import ClassVar, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import ClassVar
 
 from specserve.constraints.schemas import no_json
 from specserve.frontend.conversation import read_object
 from specserve.frontend.parsers.base import Arguments, Call, CallParser, Event, Functions, Read, call
-
-T = TypeVar("T")
 
 BROKEN = -1
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -287,29 +285,15 @@ def named_call(name: object, arguments: str, names: Collection[str]) -> list[Eve
 def members(text: str) -> Iterator[tuple[str, str]]:
     """Return the members of an object, with the values as they were written. Raises ValueError if the text is not an
     object or a key occurs twice."""
-    seen = set()
-
-    def member(at: int) -> tuple[tuple[str, str], int]:
-        key, at = _value(text, at)
+    at, seen = _after(text, 0, "{"), set[str]()
+    while text[at : at + 1] != "}":
+        key, at = _value(text, _after(text, at, ",") if seen else at)
         name = json.loads(key)
         if not isinstance(name, str) or name in seen:
             raise ValueError(f"not a key, or a duplicate: {key}")
         seen.add(name)
         value, at = _value(text, _after(text, at, ":"))
-        return (name, value), at
-
-    return _separated(text, "{", "}", member)
-
-
-def _separated(text: str, first: str, last: str, read: Callable[[int], tuple[T, int]]) -> Iterator[T]:
-    """Yield the result of ``read`` for each part between brackets."""
-    at = _after(text, 0, first)
-    if text[at : at + 1] != last:
-        item, at = read(at)
-        yield item
-        while text[at : at + 1] != last:
-            item, at = read(_after(text, at, ","))
-            yield item
+        yield name, value
     if text[at + 1 :].strip():
         raise ValueError("more than one value")
 

@@ -12,15 +12,7 @@ from typing import Literal
 from specserve.constraints.grammar import SPACE
 from specserve.constraints.marks import Frame
 from specserve.frontend.conversation import read_object
-from specserve.frontend.parsers.base import (
-    Arguments,
-    CallParser,
-    Content,
-    Event,
-    Functions,
-    Read,
-    call,
-)
+from specserve.frontend.parsers.base import Arguments, CallParser, Content, Event, Functions, Read, call
 from specserve.frontend.parsers.objects import BROKEN, Scanner, members
 
 

@@ -57,13 +57,8 @@ def _texts(name: str, frame: Frame, marks: tuple[str, ...], *signs: str) -> Form
     return Format(name, parser, signs, marks, lambda _: frame)
 
 
-_HERMES = Format(
-    "hermes",
-    json_calls.HermesParser,
-    ("<tool_call>", "</tool_call>"),
-    (json_calls.OPEN, json_calls.CLOSE),
-    lambda _: json_calls.HERMES,
-)
+_MARKS = json_calls.OPEN, json_calls.CLOSE
+_HERMES = Format("hermes", json_calls.HermesParser, _MARKS, _MARKS, lambda _: json_calls.HERMES)
 _LLAMA3 = Format(
     "llama3_json",
     json_calls.Llama3JsonParser,
@@ -75,25 +70,16 @@ _LLAMA3 = Format(
 _MISTRAL = Format(
     "mistral",
     json_calls.MistralParser,
-    ("[TOOL_CALLS]",),
+    (json_calls.MISTRAL,),
     (json_calls.MISTRAL, json_calls.ARGS),
     json_calls.mistral_frame,
     new_id=_short_id,
 )
 _PYTHONIC = Format(
-    "pythonic",
-    pythonic.PythonicParser,
-    ("[func_name1(params_name1=",),
-    (),
-    lambda _: pythonic.FRAME,
+    "pythonic", pythonic.PythonicParser, ("[func_name1(params_name1=",), (), lambda _: pythonic.FRAME
 )
-_GEMMA4 = Format(
-    "gemma4",
-    gemma4.Gemma4Parser,
-    (gemma4.OPEN, gemma4.CLOSE),
-    (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE),
-    lambda _: gemma4.FRAME,
-)
+_OF_GEMMA = gemma4.OPEN, gemma4.CLOSE
+_GEMMA4 = Format("gemma4", gemma4.Gemma4Parser, _OF_GEMMA, (*_OF_GEMMA, gemma4.QUOTE), lambda _: gemma4.FRAME)
 _QWEN3_CODER = _texts(
     "qwen3_coder", text_calls.QWEN3_CODER, _HERMES.marks, *_HERMES.signs, "<function=", "<parameter="
 )

@@ -32,13 +32,16 @@ class CacheControl(Strict):
     """Changes nothing."""
 
 
-class _Block(Strict):
+class _Cached(Strict):
+    cache_control: CacheControl | None = None
+    """Changes nothing."""
+
+
+class _Block(_Cached):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "citations": Refusal("text alone", []),
         "caller": Refusal(_ALONE, {"type": "direct"}),
     }
-    cache_control: CacheControl | None = None
-    """Changes nothing."""
 
 
 class TextBlock(_Block):
@@ -102,7 +105,7 @@ class InputMessage(Strict):
         return self
 
 
-class MessageTool(Strict):
+class MessageTool(_Cached):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "defer_loading": Refusal("all tools are in the prompt", False),
         "allowed_callers": Refusal(_ALONE, ["direct"]),
@@ -118,8 +121,6 @@ class MessageTool(Strict):
     """Its arguments as a JSON schema."""
     strict: bool | None = None
     """As in chat."""
-    cache_control: CacheControl | None = None
-    """Changes nothing."""
     eager_input_streaming: bool | None = None
     """Changes nothing: arguments are always streamed as soon as they are certain."""
 
@@ -186,7 +187,7 @@ class MessageMetadata(Strict):
     """A label that changes no answer."""
 
 
-class CountTokensRequest(Strict):
+class CountTokensRequest(_Cached):
     """A request to count the tokens of a conversation."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
@@ -215,8 +216,6 @@ class CountTokensRequest(Strict):
     """What the answer must be."""
     context_management: ContextManagement | None = None
     """Only edits that change nothing are accepted."""
-    cache_control: CacheControl | None = None
-    """Changes nothing."""
 
     def unheeded(self, holds_budgets: bool) -> Iterator[str]:
         """Yield what in the request has no effect, and why. ``holds_budgets``: thinking budgets work."""
@@ -239,12 +238,9 @@ class CountTokensRequest(Strict):
     def chat(self) -> Translation:
         """Return the request translated to chat."""
         choice = self.tool_choice or MessageToolChoice(type="auto")
-        named = (
-            {"type": "function", "function": {"name": choice.name}}
-            if isinstance(choice, MessageNamedTool)
-            else None
-        )
-        kinds = {"auto": None, "any": "required", "tool": named, "none": "none"}
+        kinds: dict[str, Any] = {"auto": None, "any": "required", "none": "none"}
+        if isinstance(choice, MessageNamedTool):
+            kinds["tool"] = {"type": "function", "function": {"name": choice.name}}
         off = self.thinking is not None and self.thinking.type == "disabled"
         wanted = self.output_config.format if self.output_config is not None else None
         schema = None if wanted is None else {"name": "output", "schema": wanted.schema_}
@@ -325,14 +321,12 @@ class MessagesRequest(CountTokensRequest):
 def _add(chat: Translation, name: str, message: InputMessage) -> None:
     """Add a message to the chat; each tool result becomes a message of its own."""
     last = chat.messages[-1] if chat.messages else {}
-    continues = message.role == last.get("role") == "assistant"  # consecutive turns are one
+    begun = message.role == last.get("role") == "assistant"  # consecutive turns are one
+    if not begun and (isinstance(message.content, str) or not message.content):
+        chat.add(message.role, name, content="")
     if isinstance(message.content, str):
-        if continues:
-            last["content"] += message.content
-        else:
-            chat.add(message.role, name, content=message.content)
+        chat.messages[-1]["content"] += message.content
         return
-    begun = continues  # the message that the blocks are added to
     for index, block in enumerate(message.content):
         place = f"{name}.content.{index}"
         if isinstance(block, ToolResult):
@@ -353,5 +347,3 @@ def _add(chat: Translation, name: str, message: InputMessage) -> None:
         else:
             called = {"name": block.name, "arguments": block.input}
             chat.call(place, "id", {"id": block.id, "function": called})
-    if not message.content and not continues:
-        chat.add(message.role, name, content="")

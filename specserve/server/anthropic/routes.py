@@ -14,7 +14,7 @@ from specserve.frontend.generation import Job
 from specserve.frontend.parsers.base import parts
 from specserve.server.anthropic import schema
 from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
-from specserve.server.chat import ChatRequest, begin, calls_of, finish_reason
+from specserve.server.chat import ChatRequest, calls_of, finish_reason
 from specserve.server.errors import ANTHROPIC, ApiError
 from specserve.server.front import Front
 from specserve.server.openapi import answers
@@ -53,10 +53,7 @@ def _has_budgets(front: Front) -> bool:
 async def _message(front: Front, request: MessagesRequest) -> Response:
     chat = request.chat()
     chat.fields["thinking_token_budget"] = request.budget if _has_budgets(front) else None
-    made = chat.request()
-    with chat.named():
-        writer = await begin(front, made, _MessageWriter)
-    return await writer.respond()
+    return await (await chat.begin(front, _MessageWriter)).respond()
 
 
 async def _count(front: Front, request: CountTokensRequest) -> Response:

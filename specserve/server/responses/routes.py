@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from specserve.frontend.conversation import read_object
 from specserve.frontend.generation import Job
-from specserve.server.chat import ChatRequest, begin
+from specserve.server.chat import ChatRequest
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.openapi import answers
@@ -30,11 +30,7 @@ def add_responses(app: FastAPI, front: Front) -> None:
 
 
 async def _respond(front: Front, request: ResponsesRequest) -> Response:
-    chat = request.chat()
-    made = chat.request()
-    with chat.named():
-        writer = await begin(front, made, partial(_ResponseWriter, request))
-    return await writer.respond()
+    return await (await request.chat().begin(front, partial(_ResponseWriter, request))).respond()
 
 
 class _ResponseWriter(Writer):

@@ -23,38 +23,35 @@ class ReasoningText(Body, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-class OutputMessage(Body, tag_field="type", tag="message", kw_only=True):
+class Item(Body, tag_field="type", kw_only=True):
     id: str
     status: ItemStatus
+
+
+class OutputMessage(Item, tag="message", kw_only=True):
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
 
 
-class ReasoningItem(Body, tag_field="type", tag="reasoning", kw_only=True):
-    id: str
-    status: ItemStatus
+class ReasoningItem(Item, tag="reasoning", kw_only=True):
     content: list[ReasoningText]
     summary: Nothing = ()
 
 
-class FunctionCallItem(Body, tag_field="type", tag="function_call", kw_only=True):
+class CallItem(Item, kw_only=True):
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+
+
+class FunctionCallItem(CallItem, tag="function_call", kw_only=True):
     """``arguments``: the text of a JSON object."""
 
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
     arguments: str
-    namespace: str | UnsetType = UNSET
 
 
-class CustomCallItem(Body, tag_field="type", tag="custom_tool_call", kw_only=True):
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
+class CustomCallItem(CallItem, tag="custom_tool_call", kw_only=True):
     input: str
-    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
@@ -160,9 +157,12 @@ class InItem(Event, kw_only=True):
     output_index: Natural
 
 
-class OfPart(InItem, kw_only=True):
-    part: OutputText | ReasoningText
+class InPart(InItem, kw_only=True):
     content_index: Natural = 0
+
+
+class OfPart(InPart, kw_only=True):
+    part: OutputText | ReasoningText
 
 
 class PartAdded(OfPart, tag="response.content_part.added"):
@@ -173,26 +173,22 @@ class PartDone(OfPart, tag="response.content_part.done"):
     pass
 
 
-class TextDelta(InItem, kw_only=True, tag="response.output_text.delta"):
+class TextDelta(InPart, kw_only=True, tag="response.output_text.delta"):
     delta: str
-    content_index: Natural = 0
     logprobs: Nothing = ()
 
 
-class TextDone(InItem, kw_only=True, tag="response.output_text.done"):
+class TextDone(InPart, kw_only=True, tag="response.output_text.done"):
     text: str
-    content_index: Natural = 0
     logprobs: Nothing = ()
 
 
-class ReasoningDelta(InItem, kw_only=True, tag="response.reasoning_text.delta"):
+class ReasoningDelta(InPart, kw_only=True, tag="response.reasoning_text.delta"):
     delta: str
-    content_index: Natural = 0
 
 
-class ReasoningDone(InItem, kw_only=True, tag="response.reasoning_text.done"):
+class ReasoningDone(InPart, kw_only=True, tag="response.reasoning_text.done"):
     text: str
-    content_index: Natural = 0
 
 
 class ArgumentsDelta(InItem, kw_only=True, tag="response.function_call_arguments.delta"):
@@ -214,14 +210,6 @@ class InputDone(InItem, kw_only=True, tag="response.custom_tool_call_input.done"
 
 EVENTS = (
     *(Created, InProgress, Completed, Cut, Failed, ItemAdded, ItemDone, PartAdded, PartDone),
-    *(
-        TextDelta,
-        TextDone,
-        ReasoningDelta,
-        ReasoningDone,
-        ArgumentsDelta,
-        ArgumentsDone,
-        InputDelta,
-        InputDone,
-    ),
+    *(TextDelta, TextDone, ReasoningDelta, ReasoningDone),
+    *(ArgumentsDelta, ArgumentsDone, InputDelta, InputDone),
 )
