@@ -511,7 +511,7 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
 def launch_packed(tokens: int, gated: Gate, dtype: torch.dtype = torch.bfloat16) -> None:
     """Projections of 4096 inputs by all kinds of stored weights."""
     x_TI = torch.zeros(tokens, 4096, dtype=dtype)
-    for packed in packed_weights():
+    for packed in (*packed_weights(), *packed_floats()):
         if packed.rounding == FP8 or dtype.itemsize == 2:
             packed_linear(x_TI, packed, None, gated)
             if 8 <= tokens <= 16:
@@ -534,10 +534,10 @@ def packed_weights() -> list[Packed]:
 
 
 @cache
-def packed_floats() -> Packed:
-    """Of 4 bits, which only experts can have."""
-    scales = torch.zeros(4096, 128, dtype=torch.bfloat16)
-    return pack(Numbers(weight(4096, 4096, torch.uint8), scales, None, 32, floats=True))
+def packed_floats() -> list[Packed]:
+    """Of 4 bits, MXFP4 and NVFP4."""
+    values = weight(4096, 4096, torch.uint8)
+    return [pack(Numbers(values, torch.ones(4096, 4096 // n), None, n, floats=True)) for n in (32, 16)]
 
 
 @cache
@@ -594,7 +594,7 @@ def launch_packed_experts(tokens: int) -> None:
     """Two, whose weights are of all kinds that are stored."""
     x_TH = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
     routes = route(x_TH, weight(2, 2048), Routing(2, 2))
-    for packed in (*packed_weights(), packed_floats()):
+    for packed in (*packed_weights(), *packed_floats()):
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
 

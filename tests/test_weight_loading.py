@@ -96,8 +96,8 @@ def test_a_dry_run_knows_what_the_files_decide(
         real, dry = load(path), load_target(path, torch.float32, torch.device("meta"), len(TOKENS))
         assert held_by(dry) == held_by(real)
         down = real.layers[0].mlp.down_proj
-        assert down.scale.dtype == (torch.float32 if dtype == torch.float64 else dtype)
-        assert (down.order is not None) == ("order" in dialect)
+        assert down.packed.scale_WSN.dtype == (torch.float32 if dtype == torch.float64 else dtype)
+        assert (down.packed.order_I is not None) == ("order" in dialect)
         assert isinstance(real.layers[0].mlp.gate_up_proj.apart, Joined) == ("of each" in dialect)
 
 

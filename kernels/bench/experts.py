@@ -24,7 +24,8 @@ from triton.runtime.errors import OutOfResources
 
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS = 2048, 768, 128, 8, 6
 GROUP = 128  # inputs that share a scale in 4 bits
-BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}
+FLOATS = {"mxfp4": 32, "nvfp4": 16}  # inputs that share a scale
+BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP} | {kept: 0.5 + 1 / n for kept, n in FLOATS.items()}
 PLAIN = [(32, 128, 4, 3), (32, 128, 4, 6), (32, 256, 4, 3), (32, 64, 4, 8), (64, 128, 4, 3), (64, 128, 4, 5)]
 PLAIN += [(64, 64, 4, 4), (64, 64, 4, 6), (64, 256, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3), (16, 128, 4, 4)]
 PACKED = [(64, 0, 4, stages) for stages in (3, 4, 5, 6, 8)] + [(128, 0, 8, 3), (128, 0, 8, 5)]
@@ -41,6 +42,9 @@ def weight(rows: int, inputs: int, kept: str) -> Tensor | Packed:
         scale = torch.full((outputs // 128, inputs // 128), inputs**-0.5, device="cuda")
         return pack(Numbers(values, scale, None, 128, 128))
     values = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
+    if group := FLOATS.get(kept):
+        scale = torch.full((outputs, inputs // group), 2.0**-7, device="cuda")
+        return pack(Numbers(values, scale, None, group, floats=True))
     scale = torch.full((outputs, inputs // GROUP), inputs**-0.5 / 5, device="cuda", dtype=torch.bfloat16)
     return pack(Numbers(values, scale, None, GROUP))
 

@@ -66,21 +66,28 @@ def int4(outputs: int, inputs: int, zeros: bool = False) -> Numbers:
     return Numbers(random_bytes(outputs, inputs) & 15, scale, zero, 128)
 
 
+def float4(outputs: int, inputs: int, group: int) -> Numbers:
+    scale = torch.full((outputs, inputs // group), 2.0**-8, device="cuda")
+    return Numbers(random_bytes(outputs, inputs) & 15, scale, None, group, floats=True)
+
+
 FORMATS: dict[str, Callable[[int, int], Numbers]] = {
     "fp8": fp8_channel,
     "fp8_block": fp8_block,
     "int8": int8_channel,
     "int4": int4,
     "int4_zeros": partial(int4, zeros=True),
+    "mxfp4": partial(float4, group=32),
+    "nvfp4": partial(float4, group=16),
 }
 
 
 def size(weight: Packed) -> int:
-    return sum(part.nbytes for part in (weight.values, weight.scale_WSN, weight.zero_WON) if part is not None)
+    return sum(part.nbytes for part in weight if isinstance(part, Tensor))
 
 
-def rounded(x: Tensor, weight: Packed) -> Rounded:
-    return round_inputs(x, weight.rounding)
+def rounded(x: Tensor, weight: Packed) -> Tensor | Rounded:
+    return x if weight.rounding is None else round_inputs(x, weight.rounding)
 
 
 def plain(x: Tensor, weight_OI: Tensor, gated: Gate) -> Tensor:
@@ -88,10 +95,11 @@ def plain(x: Tensor, weight_OI: Tensor, gated: Gate) -> Tensor:
     return apply_gate(out, gated)
 
 
-def check(x: Rounded, weight: Packed, gated: Gate) -> None:
-    expected = plain(x.plain_TI, dequantize_packed(weight, torch.float32), gated)
+def check(x: Tensor | Rounded, weight: Packed, gated: Gate) -> None:
+    read = x.float() if isinstance(x, Tensor) else x.plain_TI
+    expected = plain(read, dequantize_packed(weight, torch.float32), gated)
     error = float((packed_linear(x, weight, None, gated).float() - expected).norm() / expected.norm())
-    assert error < 1e-2, (len(x.plain_TI), weight.values.shape, error)
+    assert error < 1e-2, (len(read), weight.values.shape, error)
 
 
 def humming(outputs: int, inputs: int) -> Callable[[Tensor], Tensor]:
@@ -122,10 +130,10 @@ def pipelines(weight: Packed, tokens: int, gated: bool) -> Iterator[tuple[Launch
         yield from ((LaunchConfig(width, outputs, step, stages, warps, parts), cut) for parts in {1, cut})
 
 
-def swept(x: Rounded, weights: list[Packed], gated: Gate, once: bool) -> str:
+def swept(x: Tensor | Rounded, tokens: int, weights: list[Packed], gated: Gate, once: bool) -> str:
     """The fastest four pipelines, with their ranges."""
     found = []
-    for chosen, cut in pipelines(weights[0], x.unit_GT.shape[1], bool(gated)):
+    for chosen, cut in pipelines(weights[0], tokens, bool(gated)):
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(packed, "launch_config", return_value=chosen))
             stack.enter_context(mock.patch.object(packed, "ranges", return_value=cut))
@@ -150,7 +158,7 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
         alone = for_packed(weights[0], tokens, share_of(weights[0], gated=True)) != "packed"
         gated: Gate = "silu" if name == "gate_up" and (args.sweep or not alone) else None
         if args.sweep:
-            print(f"{row} {swept(read, weights, gated, args.once)}", flush=True)
+            print(f"{row} {swept(read, tokens, weights, gated, args.once)}", flush=True)
             continue
         check(read, weights[0], gated)
         if args.once:

@@ -16,7 +16,13 @@ from specserve_kernels.reference.layer.rotary import apply_rotary, normed_heads,
 from specserve_kernels.reference.linear import indexed, integer, packed, quantized
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize
-from specserve_kernels.reference.linear.packed import Numbers, Packed, dequantize_packed, pack
+from specserve_kernels.reference.linear.packed import (
+    Numbers,
+    Packed,
+    dequantize_numbers,
+    dequantize_packed,
+    pack,
+)
 from specserve_kernels.reference.linear.quantize import FP8, GROUP, PAIRED, Rounded, rounded_inputs
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.recurrent import delta_rule as _delta_rule
@@ -147,6 +153,7 @@ __all__ = [
     "delta_nodes",
     "delta_prompts",
     "dequantize",
+    "dequantize_numbers",
     "dequantize_packed",
     "embed_rms_norm",
     "find_continuations",

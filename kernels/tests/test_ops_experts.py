@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specserve_kernels.reference.linear.packed import FLOATS4, Numbers, Packed, pack
+from specserve_kernels.reference.linear.floats import FLOATS4
+from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8
 from torch import Tensor
 
@@ -160,6 +161,9 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
         values_OI = torch.randint(low, high, (outputs, inputs), dtype=torch.uint8 if few else torch.int8)
     groups, at_O, at_I = -(-inputs // many), torch.arange(outputs) // int(rows), torch.arange(inputs) // many
     scale_SG = (torch.rand(-(-outputs // int(rows)), groups) + 0.5) / 400
+    unit_O1 = None
+    if name == "floats4":
+        scale_SG, unit_O1 = (scale_SG * 400).to(FP8).float(), torch.rand(outputs, 1) / 20
     zero_OG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if zeros else None
     less = 8.0 if name == "int4" else 0.0
     zero_OI = less if zero_OG is None else zero_OG[:, at_I].double()
@@ -167,7 +171,9 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
     if name == "floats4":
         plain_OI = torch.tensor([*FLOATS4, *(-each for each in FLOATS4)]).double()[values_OI.int()]
     meant_OI = plain_OI * scale_SG.double()[at_O][:, at_I]
-    held = pack(Numbers(values_OI, scale_SG, zero_OG, int(group), int(rows), floats=name == "floats4"))
+    meant_OI = meant_OI if unit_O1 is None else meant_OI * unit_O1
+    numbers = Numbers(values_OI, scale_SG, zero_OG, int(group), int(rows), None, unit_O1 is not None, unit_O1)
+    held = pack(numbers)
     moved = (each.to(DEVICE) if isinstance(each, Tensor) else each for each in held)
     return Packed(*moved), meant_OI.view(weight_EOI.shape).to(DEVICE)  # type: ignore[arg-type]
 
@@ -186,6 +192,7 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
         "int4 32 1",
         "int4 128 1 zeros",
         "floats4 32 1",
+        "floats4 16 1",
     ],
 )
 @pytest.mark.parametrize("tokens", [3, 40])

@@ -39,6 +39,7 @@ class Kind:
     rows: int = 1
     zeros: bool = False
     scales: torch.dtype = torch.float32
+    floats: bool = False
 
     def __str__(self) -> str:
         parts = (
@@ -46,6 +47,7 @@ class Kind:
             self.group or "all",
             self.rows,
             "zeros" if self.zeros else "",
+            "floats" if self.floats else "",
             str(self.scales)[6:],
         )
         return "-".join(map(str, filter(None, parts)))
@@ -62,6 +64,14 @@ class Kind:
         groups = -(-inputs // self.group) if self.group else 1
         rows = -(-outputs // self.rows)
         scale = (torch.rand(rows, groups, generator=draws) + 0.5) / largest / inputs**0.5
+        if self.floats:  # scales of 4 bits, of outputs of several sizes
+            scale, unit_O1 = (
+                scale.mul(64).to(FP8).bfloat16(),
+                2.0 ** (torch.arange(outputs)[:, None] % 3) / 64,
+            )
+            return Numbers(
+                values.to(device), scale.to(device), None, self.group, floats=True, unit_O1=unit_O1.to(device)
+            )
         zero = torch.randint(0, 16, (outputs, groups), generator=draws).to(device, torch.uint8)
         group = self.group or inputs
         return Numbers(
@@ -82,6 +92,8 @@ KINDS = [
     Kind(INT4, 32),
     Kind(INT4),
     Kind(INT4, zeros=True),
+    Kind(INT4, 16, floats=True),
+    Kind(INT4, 32, floats=True),
 ]
 
 
@@ -93,13 +105,15 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def by_hand(numbers: Numbers) -> Tensor:
     """The weight in float64, number by number."""
-    values, scale, zero, group, rows, *_ = numbers
+    values, scale, zero, group, rows, _, floats, unit = numbers
+    e2m1 = [sign * each for sign in (1, -1) for each in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
     found = torch.empty(values.shape, dtype=torch.float64)
     for o in range(values.shape[0]):
         for i in range(values.shape[1]):
             g = i // group if scale.shape[1] > 1 else 0
             taken = int(zero[o, g]) if zero is not None else 8 if values.dtype == INT4 else 0
-            found[o, i] = (float(values[o, i]) - taken) * float(scale[o // rows, g])
+            number = e2m1[values[o, i]] if floats else float(values[o, i]) - taken
+            found[o, i] = number * float(scale[o // rows, g]) * (1 if unit is None else float(unit[o]))
     return found
 
 
@@ -107,7 +121,7 @@ def by_hand(numbers: Numbers) -> Tensor:
 def test_ordering_loses_nothing(kind: Kind, outputs: int, inputs: int) -> None:
     numbers = kind.draw(outputs, inputs, torch.device("cpu"))
     packed = pack(numbers)
-    assert torch.equal(reference.unpack(packed).float(), numbers.values_OI.float())
+    assert torch.equal(reference.unpack(packed).values_OI.float(), numbers.values_OI.float())
     expected = by_hand(numbers)
     assert torch.equal(dequantize_packed(packed, torch.float64), expected)
     assert torch.equal(dequantize_packed(packed, torch.bfloat16), expected.float().bfloat16())
@@ -146,9 +160,29 @@ def test_groups_of_inputs_here_and_there(draw: Draw) -> None:
 def test_groups_that_do_not_fit_are_refused(group: int) -> None:
     with pytest.raises(ValueError, match=f"groups of {group} inputs; accepted are 32, 64, "):
         pack(Kind(INT4, group).draw(2, 384, torch.device("cpu")))
+    with pytest.raises(ValueError, match=f"groups of {3 * group} inputs; accepted are 16 and 32"):
+        pack(Kind(INT4, 3 * group, floats=True).draw(2, 384, torch.device("cpu")))
 
 
-def rounded(x: Tensor, weight: Packed) -> Rounded:
+def test_scales_of_floats() -> None:
+    """Within an output 24 powers of two apart, unless all of a group's numbers are 0. Those of other outputs don't
+    matter."""
+    values = torch.tensor([[8, 1], [9, 7]]).repeat_interleave(32, 1).byte()
+    scale = 2.0 ** torch.tensor([[-40, 60], [-100, -76]])
+    packed = pack(Numbers(values, scale, None, 32, floats=True))
+    wanted = torch.tensor([[0, 2.0**59], [-(2.0**-101), 6 * 2.0**-76]]).repeat_interleave(32, 1)
+    assert torch.equal(dequantize_packed(packed, torch.float32), wanted)
+    for other in (2.0**-75, -(2.0**-76), 33 * 2.0**-80):
+        scale[1, 1] = other
+        with pytest.raises(
+            ValueError, match="scales of 4-bit floats must be positive, of 4 bits, and at most"
+        ):
+            pack(Numbers(values, scale, None, 32, floats=True))
+
+
+def rounded(x: Tensor, weight: Packed) -> Tensor | Rounded:
+    if weight.rounding is None:
+        return x
     x = x if weight.order_I is None else x[:, weight.order_I.long()]
     return round_inputs(x, weight.rounding)
 
@@ -317,7 +351,7 @@ def test_every_shared_memory_holds_it(kind: Kind, gated: bool, shared_bytes: int
         weight = packed_shapes(outputs, 4096, kind)
         for tokens in (1, 16, 17, 64, 65, 256, 257, 5000):
             block = ops.launch_config(weight, tokens, gated, Limits(132, shared_bytes))
-            bits = 8 if tokens >= ops.CONVERT_FROM else weight.bits
+            bits = 8 if tokens >= ops.CONVERT_FROM and not kind.floats else weight.bits
             columns = block.tokens * (1 if kind.dtype == FP8 else 2)
             rows = block.outputs * (2 if gated else 1) * bits // 8
             assert block.stages * block.inputs * (columns + rows) <= shared_bytes

@@ -1,8 +1,8 @@
 """Projections that keep their weight quantized as in the file, and the format that describes them.
 
-On a GPU the kernel ``packed_linear`` multiplies them, FP8 weights by activations quantized to FP8, others by 16-bit
-activations as 15-bit integers. On a CPU, in float64, and for other weights in float32, the weight is dequantized to the
-model's dtype at load, which saves no memory, and activations of FP8 weights are rounded.
+On a GPU the kernel ``packed_linear`` multiplies them, FP8 weights by activations quantized to FP8, floats of 4 bits by
+16-bit activations, others by these as 15-bit integers. On a CPU, in float64, and for other weights in float32, the
+weight is dequantized to the model's dtype at load, which saves no memory, and activations of FP8 weights are rounded.
 
 Shapes: T tokens, I inputs, O outputs, G groups of inputs, R selected outputs.
 """
@@ -25,6 +25,7 @@ from specserve_kernels import (
     Packed,
     Rounded,
     apply_gate,
+    dequantize_numbers,
     dequantize_packed,
     gate_rounded,
     on_gpu,
@@ -74,12 +75,9 @@ class Layout(Protocol):
 
 class StoredProjection(Projection):
     """A projection in one layout. Until it is loaded it holds nothing; then it has either ``plain`` (dequantized),
-    ``apart`` (its parts separately), or ``values``, ``scale``, ``zero`` and ``order``."""
+    ``apart`` (its parts separately), or ``packed``, whose tensors are buffers too."""
 
-    values: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    order: Tensor | None
+    packed: Packed
     bias_O: Tensor | None
 
     def __init__(self, layout: Layout, inputs: int, parts: Mapping[str, int], bias: bool) -> None:
@@ -102,7 +100,7 @@ class StoredProjection(Projection):
                 }  # no memory
                 parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in shapes.items()}
                 self._files.append(nn.ParameterDict(parameters))
-        if any(each.dtype == FP8 for each in self._files.parameters()):
+        if any(part["weight"].dtype == FP8 for part in self.stored() if "weight" in part):
             check_capability(self._device)
 
     @property
@@ -140,9 +138,9 @@ class StoredProjection(Projection):
         numbers = []
         for name, part in zip(self.parts, files, strict=True):
             numbers.append(self.layout.numbers(self._in_order(part), self._device))
-            scale_SG = numbers[-1].scale_SG
-            if not scale_SG.is_meta and not scale_SG.isfinite().all():
-                raise ValueError(f"the scales of {name} must be finite numbers, found others")
+            for each in (numbers[-1].scale_SG, numbers[-1].unit_O1):
+                if each is not None and not each.is_meta and not each.isfinite().all():
+                    raise ValueError(f"the scales of {name} must be finite numbers, found others")
         if self.stacked and any(part.order_I is not None for part in numbers):
             raise ValueError("experts need inputs in their order, found another one in g_idx")
         biases = [moved(part["bias"], self._device, self._dtype) for part in files if "bias" in part]
@@ -166,21 +164,20 @@ class StoredProjection(Projection):
         """Keep these parts as one weight. ``numbers`` is emptied, so that memory never holds three copies."""
         fused = fuse(numbers)
         numbers.clear()
-        packed = pack(fused)
-        if is_fp8 := packed.values.dtype == FP8:
+        if is_fp8 := fused.values_OI.dtype == FP8:
             check_capability(self._device)
             served = on_gpu(self._device) and self._dtype != torch.float64
         else:
-            served = multiplies_integers(self._device, self._dtype) and (self.stacked or not packed.floats)
+            served = multiplies_integers(self._device, self._dtype)
         if not served or self.kept_plain:
-            self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
+            self.plain = Linear.of(dequantize_numbers(fused, self._dtype), bias_O)
             self.plain.rounding = FP8 if is_fp8 else None
             self.plain.stacked, self.plain.kept_plain = self.stacked, self.kept_plain
             return
-        held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
-        for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
-            self.register_buffer(name, each, persistent=False)
-        self._step, self._rows, self._floats = packed.step, packed.rows, packed.floats
+        self.packed = pack(fused)
+        for name, each in {**self.packed._asdict(), "bias_O": bias_O}.items():
+            if each is None or isinstance(each, Tensor):
+                self.register_buffer(name, each, persistent=False)
 
     def _each_part(self, numbers: Sequence[Numbers], biases: Sequence[Tensor | None]) -> Joined:
         """Keep each part separately: parts with different orders have no inputs in common."""
@@ -192,11 +189,6 @@ class StoredProjection(Projection):
             piece._hold([part], bias_O)
             pieces.append(piece)
         return Joined(pieces)
-
-    @property
-    def packed(self) -> Packed:
-        inputs, step, rows = self.inputs, self._step, self._rows
-        return Packed(self.values, self.scale, self.zero, inputs, step, rows, self.order, self._floats)
 
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         if (instead := self._instead) is not None:
@@ -212,7 +204,7 @@ class StoredProjection(Projection):
         return gate_rounded(x_TI, self.packed, self.bias_O, rounding, gated)
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:
-        if self._instead is not None or self.order is not None:
+        if self._instead is not None or self.packed.order_I is not None:
             return None
         return self.packed.rounding
 
@@ -265,7 +257,10 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
     rows = parts[0].rows
     if any(len(part.values_OI) % rows for part in parts[:-1]):
         parts, rows = [_each_output(part) for part in parts], 1
-    zeros = [part.zero_OG for part in parts if part.zero_OG is not None]
+    zeros, units = (
+        [each for part in parts if (each := getattr(part, name)) is not None]
+        for name in ("zero_OG", "unit_O1")
+    )
     values_OI, order_I = parts[0].values_OI, parts[0].order_I
     return Numbers(
         torch.cat([part.values_OI.view(torch.uint8) for part in parts]).view(values_OI.dtype),
@@ -275,6 +270,7 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
         rows,
         None if order_I is None else order_I.to(values_OI.device),
         parts[0].floats,
+        torch.cat(units) if units else None,
     )
 
 

@@ -5,9 +5,10 @@ Tiles of pairs are multiplied by their expert's weights: each expert that a toke
 16 at a time in order, as in ``linear``, and a token's outputs in the order of its experts: its bits depend neither on
 other tokens nor on how many there are. For few tokens the program that is the last to multiply adds them.
 
-Weights as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, and a step's sum,
-from zero, is multiplied by its scale. That also ends the step's product: otherwise the next step could overwrite its
-registers, see ``running_products`` in ``tests/compiled_launches.py``. Activations are not rounded.
+Weights as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, floats of 4 bits
+with their scales, and a step's sum, from zero, is multiplied by the scale of others. That also ends the step's product:
+otherwise the next step could overwrite its registers, see ``running_products`` in ``tests/compiled_launches.py``.
+Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -22,15 +23,9 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
 from specserve_kernels.ops.experts.route import pairs_of_tile
 from specserve_kernels.ops.layer.activation import activate
-from specserve_kernels.ops.linear.nibbles import (
-    BFLOATS,
-    BFLOATS_LESS,
-    BFLOATS_OF_FLOATS,
-    HALFS,
-    HALFS_LESS,
-    HALFS_OF_FLOATS,
-)
-from specserve_kernels.ops.linear.packed import COMPILED, in_order, number_of, numbers, words_of
+from specserve_kernels.ops.linear.floats import load_floats
+from specserve_kernels.ops.linear.nibbles import BFLOATS, BFLOATS_LESS, HALFS, HALFS_LESS
+from specserve_kernels.ops.linear.packed import COMPILED, add_step, in_order, number_of, numbers, words_of
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes
@@ -39,6 +34,9 @@ from specserve_kernels.reference.linear.packed import STEP, Packed
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
 BLOCK_H = 1024  # hidden channels of a program that adds outputs
+PLAIN = (16, 0, 0, 0, 1, tl.float32, False)
+"""The format of a weight that is not ``Packed``: bits, inputs of a group of floats, rows of all experts, scales of a
+group of inputs, outputs and dtype of a scale, and whether groups have different ones."""
 
 
 class Block(NamedTuple):
@@ -123,7 +121,7 @@ def run_experts(
 def _launch(
     weight: Tensor | Packed, tile: int, x_TH: Tensor, gates: bool
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any], int]:
-    """Return a kernel's numbers, scales and zero points, its constants, and the outputs of a program."""
+    """Return a kernel's numbers, scales, zero points and units, its constants, and the outputs of a program."""
     packed = isinstance(weight, Packed)
     block = (packed_blocks_for if packed else blocks_for)(tile, x_TH.element_size())[0 if gates else 1]
     options: dict[str, Any] = {
@@ -131,30 +129,25 @@ def _launch(
         "BLOCK_I": block.inputs,
         "num_warps": block.warps,
         "num_stages": block.stages,
-        "BITS": 16,
-        "TOTAL": 0,
-        "SCALES": 0,
-        "ROWS": 1,
-        "SCALE": tl.float32,
-        "GROUPED": False,
-        "FLOATS": False,
     }
     if isinstance(weight, Tensor):
-        return (weight, None, None), options, block.outputs
-    scale, zero = weight.scale_WSN, weight.zero_WON
+        return (weight, None, None, None), options | {"FORMAT": PLAIN}, block.outputs
+    scale, zero, values = weight.scale_WSN, weight.zero_WON, weight.values
     options |= {
         "BLOCK_I": weight.step,
         "num_stages": block.stages * min(2, STEP // weight.step),
-        "BITS": weight.bits,
-        "TOTAL": len(weight.values),
-        "SCALES": scale.shape[1],
-        "ROWS": weight.rows,
-        "SCALE": getattr(tl, str(scale.dtype).removeprefix("torch.")),
-        "GROUPED": weight.grouped,
-        "FLOATS": weight.floats,
+        "FORMAT": (
+            weight.bits,
+            weight.floats,
+            len(values),
+            scale.shape[1],
+            weight.rows,
+            getattr(tl, "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")),
+            weight.grouped,
+        ),
     }
     scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
-    return (weight.values, scale, zero), options, block.outputs
+    return (words_of(values) if weight.floats else values, scale, zero, weight.unit_O), options, block.outputs
 
 
 @triton.jit
@@ -163,6 +156,7 @@ def _gate_up_kernel(
     weight_ptr,  # [E, 2 * I, H], in 8 bits [E * 2 * I, padded H], in 4 bits half of it
     scale_ptr,  # as in ``packed_linear``, or None
     zero_ptr,  # likewise
+    unit_ptr,  # float32, of each row, or None
     bias_ptr,  # [E, 2 * I]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
@@ -176,13 +170,7 @@ def _gate_up_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    BITS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPED: tl.constexpr,
-    FLOATS: tl.constexpr,
+    FORMAT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
@@ -195,50 +183,16 @@ def _gate_up_kernel(
         token = tl.load(order_ptr + first + p, mask=here, other=0) // K
         row, there = expert.to(tl.int64) * (2 * I) + o, o < I
         gate, up = tl.zeros((BLOCK_O, BLOCK_P), tl.float32), tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
+        stored = weight_ptr, scale_ptr, zero_ptr
         for step in range(0, (H + BLOCK_I - 1) // BLOCK_I):
             at = step * BLOCK_I + h
             x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride + at[:, None]
             x = tl.load(x_ptrs, mask=here[None, :] & (at < H)[:, None], other=0)
-            gate = _add_products(
-                weight_ptr,
-                scale_ptr,
-                zero_ptr,
-                row,
-                there,
-                at,
-                step,
-                x,
-                gate,
-                H,
-                BLOCK_I,
-                BITS,
-                TOTAL,
-                SCALES,
-                ROWS,
-                SCALE,
-                GROUPED,
-                FLOATS,
-            )
-            up = _add_products(
-                weight_ptr,
-                scale_ptr,
-                zero_ptr,
-                row + I,
-                there,
-                at,
-                step,
-                x,
-                up,
-                H,
-                BLOCK_I,
-                BITS,
-                TOTAL,
-                SCALES,
-                ROWS,
-                SCALE,
-                GROUPED,
-                FLOATS,
-            )
+            gate = _add_products(stored, row, there, at, step, x, gate, H, BLOCK_I, FORMAT)
+            up = _add_products(stored, row + I, there, at, step, x, up, H, BLOCK_I, FORMAT)
+        if unit_ptr is not None:
+            gate *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
+            up *= tl.load(unit_ptr + row + I, mask=there, other=0)[:, None]
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * 2 * I + o
             gate += tl.load(bias_ptrs, mask=o < I, other=0).to(tl.float32)[:, None]
@@ -256,6 +210,7 @@ def _down_kernel(
     weight_ptr,  # [E, H, I], in 8 bits [E * H, padded I], in 4 bits half of it
     scale_ptr,  # as in ``packed_linear``, or None
     zero_ptr,  # likewise
+    unit_ptr,  # float32, of each row, or None
     bias_ptr,  # [E, H]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
@@ -274,13 +229,7 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    BITS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPED: tl.constexpr,
-    FLOATS: tl.constexpr,
+    FORMAT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
@@ -297,30 +246,14 @@ def _down_kernel(
     if expert < E:
         row, there = expert.to(tl.int64) * H + o, o < H
         sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
+        stored = weight_ptr, scale_ptr, zero_ptr
         for step in range(0, (I + BLOCK_I - 1) // BLOCK_I):
             at = step * BLOCK_I + i
             x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I + at[:, None]
             x = tl.load(x_ptrs, mask=here[None, :] & (at < I)[:, None], other=0)
-            sums = _add_products(
-                weight_ptr,
-                scale_ptr,
-                zero_ptr,
-                row,
-                there,
-                at,
-                step,
-                x,
-                sums,
-                I,
-                BLOCK_I,
-                BITS,
-                TOTAL,
-                SCALES,
-                ROWS,
-                SCALE,
-                GROUPED,
-                FLOATS,
-            )
+            sums = _add_products(stored, row, there, at, step, x, sums, I, BLOCK_I, FORMAT)
+        if unit_ptr is not None:
+            sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + expert * H + o, mask=o < H, other=0).to(tl.float32)[:, None]
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
@@ -336,30 +269,24 @@ def _down_kernel(
 
 @triton.jit
 def _add_products(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    row,
-    there,
-    at,
-    step,
-    x,
-    sums,
-    INPUTS: tl.constexpr,
-    STEP: tl.constexpr,
-    BITS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPED: tl.constexpr,
-    FLOATS: tl.constexpr,
+    stored, row, there, at, step, x, sums, INPUTS: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr
 ):
     """Return ``sums`` plus the products of a step's inputs ``x`` and the weights of some rows."""
+    BITS: tl.constexpr = FORMAT[0]
+    GROUP: tl.constexpr = FORMAT[1]  # of floats of 4 bits
+    TOTAL: tl.constexpr = FORMAT[2]
+    SCALES: tl.constexpr = FORMAT[3]
+    ROWS: tl.constexpr = FORMAT[4]
+    SCALE: tl.constexpr = FORMAT[5]
+    GROUPED: tl.constexpr = FORMAT[6]
+    weight_ptr, scale_ptr, zero_ptr = stored
     if BITS == 16:
         weight_ptrs = weight_ptr + row[:, None] * INPUTS + at[None, :]
         weight = tl.load(weight_ptrs, mask=there[:, None] & (at < INPUTS)[None, :], other=0)
         return tl.dot(weight, x, sums, input_precision="ieee")
+    elif GROUP:
+        weight = load_floats(weight_ptr, scale_ptr, row, there, step, INPUTS, TOTAL, GROUP, x.dtype)
+        return add_step(weight, x, sums)
     else:
         BYTES: tl.constexpr = STEP * BITS // 8
         WIDTH: tl.constexpr = (INPUTS + STEP - 1) // STEP * BYTES
@@ -367,7 +294,7 @@ def _add_products(
         values = tl.load(weight_ptrs, mask=there[:, None])
         ZEROS: tl.constexpr = zero_ptr is not None
         weight = _as_floats(
-            values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, FLOATS, x.dtype
+            values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, x.dtype
         )
         product = tl.dot(weight, x, input_precision="ieee")
         if GROUPED:
@@ -386,7 +313,6 @@ def _as_floats(
     TOTAL: tl.constexpr,
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
-    FLOATS: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Return a step's numbers, exactly, in the dtype of the activations."""
@@ -402,10 +328,8 @@ def _as_floats(
                 pack=4,
             )
         else:
-            INTEGERS: tl.constexpr = BFLOATS if dtype == tl.bfloat16 else HALFS
-            E2M1: tl.constexpr = BFLOATS_OF_FLOATS if dtype == tl.bfloat16 else HALFS_OF_FLOATS
             low, high = tl.inline_asm_elementwise(
-                E2M1 if FLOATS else INTEGERS,
+                BFLOATS if dtype == tl.bfloat16 else HALFS,
                 "=r,=r,=r,=r,r",
                 [values],
                 dtype=(dtype.value, dtype.value),
@@ -413,11 +337,6 @@ def _as_floats(
                 pack=4,
             )
         return in_order(low, high)
-    elif FLOATS:
-        bits = in_order(values & 15, values >> 4).to(tl.int32)
-        size = bits & 7
-        twice = size + tl.maximum(size - 4, 0) + 2 * tl.maximum(size - 6, 0)
-        return tl.where(bits > 7, -twice, twice).to(dtype) * 0.5
     else:
         plain = numbers(values, zero_ptrs, step, there, TOTAL, BITS, ZEROS).to(dtype)
         return plain * 0.0625 if BITS == 4 and not ZEROS else plain

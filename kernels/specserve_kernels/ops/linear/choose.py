@@ -131,7 +131,7 @@ def for_packed(weight: Packed, tokens: int, share: int) -> Literal["streamed", "
 def _copied(weight: Packed) -> bool:
     """Return whether Hopper's copy engine can bring this weight in blocks of ``ROWS_EACH`` outputs."""
     hopper = capability_of(weight.values.device)[0] == HOPPER and not INTERPRETED
-    return hopper and weight.step == STEP and len(weight.values) % _ALIGNED == 0
+    return hopper and not weight.floats and weight.step == STEP and len(weight.values) % _ALIGNED == 0
 
 
 def _specializes(weight: Packed, tokens: int, share: int) -> bool:

@@ -46,20 +46,6 @@ def _by_pairs(begin: str, lines: tuple[str, ...]) -> str:
     return "\n".join([*found, "}"])
 
 
-def _table(half: bool) -> str:
-    """Make floats of floats of 4 bits: all but the sign become the lowest bits of the exponent and the highest of the
-    rest, which is the number by a power of two."""
-    left, rest, power = (9, "0x0e000e00", "0x74007400") if half else (6, "0x01c001c0", "0x7e807e80")
-    lines = (
-        "shl.b32 sign, pair, 12;",
-        f"shl.b32 pair, pair, {left};",
-        "and.b32 sign, sign, 0x80008000;",
-        f"lop3.b32 pair, pair, {rest}, sign, 0xea;",
-        f"fma.rn.{'f16x2' if half else 'bf16x2'} out, pair, zero, less;",
-    )
-    return _by_pairs(f"mov.b32 zero, {power}; mov.b32 less, 0x80008000;", lines)
-
-
 def _floats(zeros: bool, half: bool) -> str:
     """Make floats, pairs of which share a register. A half is put into the lowest bits of a power of two, which the
     result is less; without zero points, the highest bit of two's complement is inverted, and the result also 8 less."""
@@ -80,5 +66,4 @@ def _floats(zeros: bool, half: bool) -> str:
 
 BFLOATS, HALFS = tl.constexpr(_floats(False, False)), tl.constexpr(_floats(False, True))
 BFLOATS_LESS, HALFS_LESS = tl.constexpr(_floats(True, False)), tl.constexpr(_floats(True, True))
-BFLOATS_OF_FLOATS, HALFS_OF_FLOATS = tl.constexpr(_table(False)), tl.constexpr(_table(True))
-"""In bfloat16 and float16: of two's complement, minus the second argument, and of floats of 4 bits."""
+"""In bfloat16 and float16: of two's complement, and minus the second argument."""

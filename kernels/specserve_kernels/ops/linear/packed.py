@@ -4,11 +4,12 @@ steps, W words with the scales or zero points of several groups of inputs, S sca
 Outputs are the rows of the tensor cores' product, of which Hopper needs at least 64, and tokens the columns. The copy
 engine (TMA) loads blocks of both. 8-bit weights are multiplied as they are in memory. A thread reads its 4-bit numbers
 of a step at once, in the order of ``Packed``, makes bytes of them, and passes these to the tensor cores from its
-registers; for prompts the whole weight is first converted. A gate and the value it multiplies are two products of the
+registers; for prompts integers are first converted. A gate and the value it multiplies are two products of the
 same inputs.
 
 FP8 weights take activations in FP8. int8 and 4-bit weights take 16-bit activations as 15 bits, in two int8 numbers that
-are two columns of an integer product. A step's sums are exact, and float32 holds what they add up to.
+are two columns of an integer product. A step's sums are exact, and float32 holds what they add up to. 4-bit floats by
+their groups' scales are exact 16-bit floats, which activations are multiplied by as they are.
 
 The order of sums is the same for any number of tokens. Inputs are divided into ``ranges``, by the weight's shape alone.
 Within a range inputs are added in order, in FP8 32 at a time, otherwise in steps, and then the ranges' sums in order.
@@ -28,9 +29,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.device import Limits, cdiv, limits_of, next_power_of_2, tickets
+from specserve_kernels.ops.device import Limits, cdiv, copies, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.linear.choose import LaunchConfig, for_packed
+from specserve_kernels.ops.linear.floats import weight_of_floats
 from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
 from specserve_kernels.ops.linear.quantize import round_gated, round_inputs
 from specserve_kernels.ops.linear.specialized import specialized_linear
@@ -38,8 +40,9 @@ from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.linear.streamed import streamed_linear
 from specserve_kernels.ops.pdl import INTERPRETED, overlap, take_turn
 from specserve_kernels.reference.layer.activation import GATES, Gate
+from specserve_kernels.reference.linear.floats import FLOAT_STEP
 from specserve_kernels.reference.linear.packed import Packed
-from specserve_kernels.reference.linear.quantize import FP8, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded
 
 _ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
 _PROGRAMS, _INTEGER_PROGRAMS = 160, 512
@@ -58,39 +61,72 @@ def packed_linear(
 ) -> Tensor:
     """Same as the reference, for 16-bit activations, or any if the weight is FP8. Rows of x may be strided. If a weight
     has its own order of inputs, x is first copied into that order."""
-    x, (outputs, inputs) = _rounded(x_TI, weight), (len(weight.values), weight.inputs)
-    tokens, columns = x.unit_GT.shape[1], 1 if x.values.dtype == FP8 else 2
-    cut, share = ranges(weight, bool(gated)), share_of(weight, bool(gated))
-    if not gated and (found_TO := _hopper_linear(x, weight, bias_O, share)) is not None:
+    if weight.floats:
+        assert isinstance(x_TI, Tensor)
+        assert weight.unit_O is not None
+        return _multiply(
+            x_TI if copies(x_TI) else x_TI.contiguous(),
+            weight.unit_O,
+            x_TI.dtype,
+            len(x_TI),
+            weight,
+            bias_O,
+            gated,
+        )
+    x = _rounded(x_TI, weight)
+    if (
+        not gated
+        and (found_TO := _hopper_linear(x, weight, bias_O, share_of(weight, gated=False))) is not None
+    ):
         return found_TO
+    return _multiply(x.values, x.unit_GT, x.dtype, x.unit_GT.shape[1], weight, bias_O, gated)
+
+
+def _multiply(
+    x: Tensor,
+    unit: Tensor,
+    dtype: torch.dtype,
+    tokens: int,
+    weight: Packed,
+    bias_O: Tensor | None,
+    gated: Gate,
+) -> Tensor:
+    """Multiply with the kernel for all GPUs. ``unit``: of tokens, or of outputs if the weight is of floats."""
+    outputs, inputs, columns = len(weight.values), weight.inputs, 2 if weight.rounding == PAIRED else 1
+    cut, share = ranges(weight, bool(gated)), share_of(weight, bool(gated))
     width = outputs // 2 if gated else outputs
     values, bits = weight.values, weight.bits
-    if bits == 4 and tokens >= CONVERT_FROM:
+    if weight.floats:
+        values = words_of(values)
+    elif bits == 4 and tokens >= CONVERT_FROM:
         values, bits = convert(weight), 8
     block = launch_config(weight, tokens, bool(gated), limits_of(values.device))
-    out_TO = x.unit_GT.new_empty((tokens, width), dtype=x.dtype)
+    out_TO = unit.new_empty((tokens, width), dtype=dtype)
     if not tokens:
         return out_TO
     tiles = cdiv(tokens, block.tokens) * cdiv(width, block.outputs)
     shared = block.parts > 1
-    part = x.unit_GT.new_empty(tiles * block.parts * block.outputs * block.tokens if shared else 0)
+    part = unit.new_empty(tiles * block.parts * block.outputs * block.tokens if shared else 0)
     _packed_linear_kernel[(tiles, block.parts)](
-        TensorDescriptor.from_tensor(x.values, [columns * block.tokens, block.inputs]),
-        TensorDescriptor.from_tensor(values, [block.outputs, block.inputs * bits // 8]),
-        x.unit_GT,
+        TensorDescriptor.from_tensor(x, [columns * block.tokens, block.inputs]),
+        TensorDescriptor.from_tensor(
+            values, [block.outputs, block.inputs * bits // (8 * values.element_size())]
+        ),
+        unit,
         words_of(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
-        x.unit_GT if weight.zero_WON is None else words_of(weight.zero_WON),
-        x.unit_GT if bias_O is None else bias_O,
+        unit if weight.zero_WON is None else words_of(weight.zero_WON),
+        unit if bias_O is None else bias_O,
         out_TO,
         part,
-        tickets(tiles, x.unit_GT.device) if shared else part,
+        tickets(tiles, unit.device) if shared else part,
         tokens,
         O=outputs,
         I=inputs,
         SCALES=weight.scale_WSN.shape[1],
         ROWS=weight.rows,
         BITS=bits,
-        SIXTEENTHS=weight.bits == 4 and weight.zero_WON is None,
+        SIXTEENTHS=weight.bits == 4 and weight.zero_WON is None and not weight.floats,
+        FLOATS=weight.floats,
         SCALE=getattr(tl, str(weight.scale_WSN.dtype).removeprefix("torch.")),
         GROUPED=weight.grouped,
         ZEROS=bits == 4 and weight.zero_WON is not None,
@@ -115,6 +151,8 @@ def gate_rounded(
     x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype, gated: Gate = "silu"
 ) -> Rounded:
     """Same as the reference."""
+    if weight.floats:
+        return round_inputs(packed_linear(x_TI, weight, bias_O, gated), dtype)
     x = _rounded(x_TI, weight)
     found_TO = _hopper_linear(x, weight, bias_O, share_of(weight, gated=True))
     if found_TO is None:
@@ -137,6 +175,7 @@ def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
     if not isinstance(x_TI, Tensor):
         return x_TI
     x_TI = x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
+    assert weight.rounding is not None
     return round_inputs(x_TI, weight.rounding)
 
 
@@ -185,15 +224,18 @@ def launch_config(weight: Packed, tokens: int, gated: bool, limits: Limits) -> L
     fewer stages."""
     outputs = len(weight.values)
     width, halves = (outputs // 2, 2) if gated else (outputs, 1)
-    integers = weight.values.dtype != FP8
-    if integers:
+    if weight.floats:
+        chosen = _for_floats(tokens, gated)
+    elif weight.rounding == PAIRED:
         chosen = _for_integers(weight.step, tokens, gated)
     else:
         chosen = _for_groups(weight.step, tokens, gated) if weight.grouped else _for_fp8(tokens, gated)
     tiles = cdiv(width, chosen.outputs) * cdiv(tokens, chosen.tokens)
     parts = 1 if gated or tiles >= limits.processors else ranges(weight, gated)
-    bits = 8 if tokens >= CONVERT_FROM else weight.bits
-    stage = chosen.inputs * (chosen.tokens * (2 if integers else 1) + halves * chosen.outputs * bits // 8)
+    bits = 8 if tokens >= CONVERT_FROM and not weight.floats else weight.bits
+    stage = chosen.inputs * (
+        chosen.tokens * (1 if weight.rounding == FP8 else 2) + halves * chosen.outputs * bits // 8
+    )
     room = (limits.shared_bytes - _BESIDE) // stage
     return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
 
@@ -229,11 +271,17 @@ def _for_integers(step: int, tokens: int, gated: bool) -> LaunchConfig:
     return LaunchConfig(columns, _ROWS if gated or tokens < CONVERT_FROM else 2 * _ROWS, step, 3, 4)
 
 
+def _for_floats(tokens: int, gated: bool) -> LaunchConfig:
+    """Not measured: as experts of such weights, whose registers hold each sum twice, too."""
+    columns = min(max(16, next_power_of_2(tokens)), 64)
+    return LaunchConfig(columns, _ROWS, FLOAT_STEP, 4 if tokens <= 16 else 3, 4)
+
+
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
 def _packed_linear_kernel(
     x_desc,  # [T, I], or [2T, I] if int8
-    values_desc,  # [O, P], in 4 bits [O, P / 2]
-    unit_ptr,  # [T] float32
+    values_desc,  # [O, P], in 4 bits [O, P / 2], int32 [O, P / 8] if FLOATS
+    unit_ptr,  # [T] float32, [O] if FLOATS
     scale_ptr,  # int32 [W, S] if GROUPED, or SCALE [S]
     zero_ptr,  # int32 [W, O], if ZEROS
     bias_ptr,  # [O], if BIAS
@@ -247,6 +295,7 @@ def _packed_linear_kernel(
     ROWS: tl.constexpr,
     BITS: tl.constexpr,
     SIXTEENTHS: tl.constexpr,
+    FLOATS: tl.constexpr,
     SCALE: tl.constexpr,
     GROUPED: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -271,7 +320,7 @@ def _packed_linear_kernel(
     share: tl.constexpr = SHARE // STEP
     scale_ptrs, zero_ptrs = scale_ptr + o // ROWS, zero_ptr + o
     scale_ptrs2, zero_ptrs2 = scale_ptr + (WIDTH + o) // ROWS, zero_ptr + WIDTH + o
-    COLUMN: tl.constexpr = STEP * BITS // 8
+    COLUMN: tl.constexpr = values_desc.block_shape[1]
     take_turn(OVERLAP)
     total, gated = tl.zeros((BLOCK_O, BLOCK_T), tl.float32), tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     for number in tl.range(RANGES // PARTS, num_stages=1):
@@ -281,24 +330,37 @@ def _packed_linear_kernel(
         for step in tl.range(begin, end, num_stages=STAGES):
             x = x_desc.load([COLUMNS * first_t, step * STEP]).T
             values = values_desc.load([first_o, step * COLUMN])
-            weight = numbers(values, zero_ptrs, step, inside_o, O, BITS, ZEROS)
-            sums = _add(weight, x, scale_ptrs, step, inside_o, sums, SCALES, SCALE, GROUPED)
+            if FLOATS:
+                weight = weight_of_floats(values, scale_ptrs, inside_o, step, O, FLOATS, x.dtype)
+                sums = add_step(weight, x, sums)
+            else:
+                weight = numbers(values, zero_ptrs, step, inside_o, O, BITS, ZEROS)
+                sums = _add(weight, x, scale_ptrs, step, inside_o, sums, SCALES, SCALE, GROUPED)
             if GATED:
                 values = values_desc.load([WIDTH + first_o, step * COLUMN])
-                weight = numbers(values, zero_ptrs2, step, inside_o, O, BITS, ZEROS)
-                gates = _add(weight, x, scale_ptrs2, step, inside_o, gates, SCALES, SCALE, GROUPED)
+                if FLOATS:
+                    weight = weight_of_floats(values, scale_ptrs2, inside_o, step, O, FLOATS, x.dtype)
+                    gates = add_step(weight, x, gates)
+                else:
+                    weight = numbers(values, zero_ptrs2, step, inside_o, O, BITS, ZEROS)
+                    gates = _add(weight, x, scale_ptrs2, step, inside_o, gates, SCALES, SCALE, GROUPED)
         total += sums
         gated += gates
     if PARTS > 1:
         if store_partial(total, part_ptr, tickets_ptr, tl.program_id(0), tl.program_id(1), PARTS):
             return
         total = reduce_partials(part_ptr, tickets_ptr, tl.program_id(0), BLOCK_O, BLOCK_T, PARTS)
-    unit = tl.load(unit_ptr + t, mask=inside_t, other=0)
+    if FLOATS:
+        unit = tl.full((BLOCK_T,), 1.0, tl.float32)
+        scale_ptrs, scale_ptrs2 = unit_ptr + o, unit_ptr + WIDTH + o
+    else:
+        unit = tl.load(unit_ptr + t, mask=inside_t, other=0)
     if SIXTEENTHS:
         unit *= 1 / 16
-    out = _scaled(total, unit, scale_ptrs, bias_ptr + o, inside_o, GROUPED, BIAS).to(out_ptr.dtype.element_ty)
+    WHOLE: tl.constexpr = GROUPED and not FLOATS  # no scales of outputs
+    out = _scaled(total, unit, scale_ptrs, bias_ptr + o, inside_o, WHOLE, BIAS).to(out_ptr.dtype.element_ty)
     if GATED:
-        up = _scaled(gated, unit, scale_ptrs2, bias_ptr + WIDTH + o, inside_o, GROUPED, BIAS)
+        up = _scaled(gated, unit, scale_ptrs2, bias_ptr + WIDTH + o, inside_o, WHOLE, BIAS)
         out = activate(out, up.to(out.dtype), GATED)
     out_ptrs = out_ptr + t.to(tl.int64)[:, None] * WIDTH + o[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside_t[:, None] & inside_o[None, :])
@@ -415,6 +477,14 @@ def _add(
             return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
         else:
             return sums + product
+
+
+@triton.jit
+def add_step(weight, x, sums):
+    """Return ``sums`` plus a step's products, summed from zero: see ``experts.experts``. A plain addition would become
+    the product's own."""
+    product = tl.dot(weight, x, input_precision="ieee")
+    return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), sums)
 
 
 @triton.jit

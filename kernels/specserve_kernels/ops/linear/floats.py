@@ -1,0 +1,134 @@
+"""16-bit floats of floats of 4 bits: see the reference's layout. Shapes: O outputs, W words."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specserve_kernels.ops.pdl import INTERPRETED
+from specserve_kernels.reference.linear.floats import PLACES, TURNS
+
+_COMPILED, _PLACES = tl.constexpr(not INTERPRETED), tl.constexpr(PLACES)
+
+
+def _pairs(half: bool) -> str:
+    """PTX that makes the four pairs of a word (``$8``): the sign and three bits that are the lowest of the exponent and
+    the highest of the fraction, which is the number by a power of two, and by a factor of the first (``$9``) or second
+    half of the inputs (``$10``)."""
+    lines = ["{", ".reg .b32 size, sign, none;", "mov.b32 none, 0x80008000;"]
+    for number, (by, sign_by) in enumerate(TURNS):
+        lines.append(f"shf.l.wrap.b32 size, $8, $8, {by};")
+        if by == sign_by:
+            lines.append("and.b32 size, size, 0x81c081c0;")
+        else:
+            lines += [
+                f"shf.l.wrap.b32 sign, $8, $8, {sign_by};",
+                "and.b32 sign, sign, 0x80008000;",
+                "lop3.b32 size, size, 0x01c001c0, sign, 0xea;",
+            ]
+        if half:
+            lines += [
+                "shl.b32 sign, size, 3;",
+                "and.b32 sign, sign, 0x0e000e00;",
+                "lop3.b32 size, size, 0x80008000, sign, 0xea;",
+            ]
+        lines += [
+            f"fma.rn.{'f16x2' if half else 'bf16x2'} size, size, ${9 + number // 2}, none;",
+            f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, size;",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def _factor(half: bool) -> str:
+    """PTX that makes two equal floats of the byte of a word (``$1``) that ``$2`` selects: a scale by a power of two."""
+    shift = "shl.b32 $0, $0, 7;" if half else "mad.lo.u32 $0, $0, 16, 0x70007000;"
+    return f"prmt.b32 $0, $1, 0, $2; {shift}"
+
+
+_BFLOAT_PAIRS, _HALF_PAIRS = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
+_BFLOAT_FACTOR, _HALF_FACTOR = tl.constexpr(_factor(False)), tl.constexpr(_factor(True))
+
+
+@triton.jit
+def load_floats(
+    words_ptr,
+    scale_ptr,
+    row,
+    there,
+    step,
+    INPUTS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Load a step's weight of some rows, of ``TOTAL``, as ``weight_of_floats`` returns it."""
+    WIDTH: tl.constexpr = (INPUTS + 127) // 128 * 16
+    words_ptrs = words_ptr + row[:, None] * WIDTH + step * 16 + tl.arange(0, 16)[None, :]
+    words = tl.load(words_ptrs, mask=there[:, None])
+    return weight_of_floats(words, scale_ptr + row, there, step, TOTAL, GROUP, dtype)
+
+
+@triton.jit
+def weight_of_floats(
+    words, scale_ptrs, there, step, TOTAL: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr
+):
+    """Return a step's weight ``[O, 128]`` without the outputs' units. ``words``: int32 ``[O, 16]``; ``scale_ptrs``: to
+    each output's first int32 of the bytes of four groups, the next of which is ``TOTAL`` later."""
+    ROWS: tl.constexpr = words.shape[0]
+    EACH: tl.constexpr = 32 // GROUP  # scales of a word, and words with scales of a step
+    many = step * EACH + tl.arange(0, EACH)
+    scales = tl.load(scale_ptrs[:, None] + many[None, :] * TOTAL, mask=there[:, None])
+    words = tl.reshape(words, (ROWS, 4, 4))
+    first = tl.arange(0, 4 // EACH) * EACH
+    low = tl.broadcast_to(_factors(scales, first, dtype), words.shape)
+    high = tl.broadcast_to(_factors(scales, first + (EACH - 1), dtype), words.shape)
+    if _COMPILED:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _BFLOAT_PAIRS if dtype == tl.bfloat16 else _HALF_PAIRS,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, low, high],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b = _number(words, low, 0, 0), _number(words, low, 0, 16)
+        c, d = _number(words, low, 1, 0), _number(words, low, 1, 16)
+        e, f = _number(words, high, 2, 0), _number(words, high, 2, 16)
+        g, h = _number(words, high, 3, 0), _number(words, high, 3, 16)
+    halves = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
+    ordered = tl.reshape(tl.permute(halves, (0, 2, 5, 4, 1, 3)), (ROWS, 128))
+    return ordered.to(dtype, bitcast=True) if _COMPILED else ordered.to(dtype)
+
+
+@triton.jit
+def _factors(scales, byte, dtype: tl.constexpr):
+    """Return ``[O, 1, 4]``, for each of a thread's words a factor of one of its groups' two floats; as a float32 if not
+    compiled."""
+    ROWS: tl.constexpr = scales.shape[0]
+    wide = tl.broadcast_to(scales[:, :, None], (ROWS, scales.shape[1], byte.shape[0]))
+    byte = tl.broadcast_to(byte[None, None, :], wide.shape)
+    if _COMPILED:
+        made = tl.inline_asm_elementwise(
+            _BFLOAT_FACTOR if dtype == tl.bfloat16 else _HALF_FACTOR,
+            "=r,r,r",
+            [wide, byte * 0x101 + 0x4040],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        scale = wide >> byte * 8 & 255
+        made = ((scale & 7) + 8) * tl.exp2((scale >> 3).to(tl.float32) - 32)
+    return tl.reshape(made, (ROWS, 1, 4))
+
+
+@triton.jit
+def _number(words, factor, PAIR: tl.constexpr, HIGHER: tl.constexpr):
+    """Return a number of each word in float32: what the PTX makes of it."""
+    code = tl.zeros_like(words)
+    for bit in tl.static_range(4):
+        code += (words >> (_PLACES[PAIR][bit] + HIGHER) % 32 & 1) << bit
+    size = code & 7
+    twice = size + tl.maximum(size - 4, 0) + 2 * tl.maximum(size - 6, 0)
+    return tl.where(code > 7, -twice, twice) * 0.5 * factor
