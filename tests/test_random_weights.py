@@ -81,7 +81,9 @@ def test_every_weight_format(dialect: str, dialects: Quantized, held: bool, tmp_
                 found = (
                     weight_OI.std() * weight_OI.shape[1] ** 0.5 / (3 if "down_proj" in module.parts else 1)
                 )
-                assert 0.9 < found < 1.1
+                assert (0.7 < found < 1.5) if dialect == "mxfp4" else (0.9 < found < 1.1), (
+                    "powers of two, or any"
+                )
 
 
 def test_replicas_and_parts_agree(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ from tests.test_weight_formats import load, logits_of
         ("compressed FP8 a tensor", "FP8"),
         ("compressed FP8 an output", "FP8_DYNAMIC"),
         ("compressed FP8 blocks", "FP8_BLOCK"),
+        ("nvfp4", "NVFP4A16"),
+        ("mxfp4", "mxfp4"),
     ],
 )
 def test_groups_that_are_presets(quantized: Quantized, dialect: str, preset: str) -> None:
@@ -63,8 +65,8 @@ def test_groups_that_no_quantized_module_is_in(quantized: Quantized) -> None:
     configure(path, config_groups={"kv": NO_WEIGHTS, "experts": experts, **groups})
     assert torch.equal(logits_of(load(path)), expected)
     configure(path, config_groups={"experts": {**experts, "targets": ["re:.*down_proj"]}, **groups})
-    with pytest.raises(ValueError, match=r"format must be float-quantized, .* found 'nvfp4-pack-quantized'"):
-        load_model_config(path)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj\.weight"):
+        make_scheduler(path)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
@@ -114,14 +116,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"ignored_layers": ["q_proj"]},
         r"ignored_layers excludes model\.layers\.0\.self_attn\.q_proj",
     ),
-    ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo must be FP8, found 'NVFP4'"),
-    ("modelopt", {"quant_algo": None}, "quant_algo must be FP8, found none"),
+    ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo must be FP8, NVFP4, .* found 'NVFP4_AWQ'"),
+    ("modelopt", {"quant_algo": None}, "quant_algo must be FP8, NVFP4, .* found none"),
+    ("modelopt nvfp4", {"group_size": 32}, "group_size must be 16, found 32"),
+    (
+        "modelopt nvfp4",
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "MXFP8"}}},
+        "quant_algo must be FP8, NVFP4, .* found 'MXFP8'",
+    ),
+    ("nvfp4", packed_group(32, type="float"), "type float of 4 bits by group is not supported"),
     (
         "modelopt",
         {"exclude_modules": ["*.mlp.up*"]},
         r"exclude_modules excludes model\.layers\.0\.mlp\.up_proj",
     ),
-    ("compressed int8", {"format": "nvfp4-pack-quantized"}, "format must be float-quantized, "),
+    ("compressed int8", {"format": "marlin-24"}, "format must be float-quantized, "),
     (
         "compressed int8",
         {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -361,6 +370,7 @@ def test_fp8_needs_a_gpu_that_has_such_numbers(capability: tuple[int, int], refu
         ("awq", "awq: 4 bits with a scale for 64 inputs and zero points"),
         ("gptq an output", "gptq: 4 bits with a scale an output"),
         ("W8A16 groups", "compressed-tensors: 8 bits with a scale for 64 inputs"),
+        ("mxfp4", "compressed-tensors: MXFP4 with a scale for 32 inputs, inputs as they are"),
     ],
 )
 def test_the_weights_and_what_multiplies_them_are_said(
@@ -370,7 +380,7 @@ def test_the_weights_and_what_multiplies_them_are_said(
     for dtype, how in (
         (
             "bfloat16",
-            "inputs of FP8 projections are rounded to FP8, of others to 15 bits (from compute capability 8.0 on)",
+            "inputs of FP8 projections are rounded to FP8, of integers to 15 bits (from compute capability 8.0 on)",
         ),
         (
             "float32",

@@ -13,6 +13,7 @@ from math import log2, sqrt
 from pathlib import Path
 
 import torch
+from specserve_kernels import FP8
 from torch import Tensor, nn
 
 from specserve.layers.formats import read_format
@@ -31,7 +32,7 @@ and attention's is nearly the mean of all tokens."""
 _SPREAD = 0.05  # of norms' weights around 1, and of biases around 0
 _QUANTIZED: Dtypes = {
     "qweight": None, "scales": torch.float16, "qzeros": None, "weight_scale": torch.bfloat16,
-    "g_idx": None, "weight_g_idx": None, "blocks": None,
+    "g_idx": None, "weight_g_idx": None, "blocks": None, "weight_scale_2": torch.float32,
 }  # fmt: skip
 """The tensors that a quantized module may have and that decide about its format."""
 
@@ -78,12 +79,16 @@ class RandomTensors(TensorFiles):
         spread = _SPREAD if len(shape) < 2 else gain * (cut or target).shape[-1] ** -0.5
         if isinstance(module, StoredProjection):
             bits: int = getattr(module.layout, "bits", 8)
-            integers = 2**bits / sqrt(12)  # standard deviation of what random bits mean
+            integers = getattr(module.layout, "deviation", 2**bits / sqrt(12))  # of what random bits mean
             if kind.endswith(("qzeros", "zero_point")):
                 return torch.full(shape, _ZEROS[bits], dtype=dtype, device=device)
             if "scale" in kind:
                 scale = gain * whole_of(module.inputs) ** -0.5 / integers
-                scale = scale if dtype.is_floating_point else round(log2(scale)) + 127  # of mxfp4
+                if dtype == FP8:  # of groups: the tensor's is next to it
+                    scale = 1.0
+                elif not dtype.is_floating_point:  # of mxfp4
+                    scale = round(log2(scale)) + 127
+                scale = 1 / scale if "global" in kind else scale
                 return torch.full(shape, scale, dtype=dtype, device=device)
             spread = integers if dtype.itemsize == 1 else spread
         out = torch.empty(shape, dtype=dtype, device=device)

@@ -104,7 +104,7 @@ def resolve_engine(
         if plain:
             how = "dequantized while loading; inputs of FP8 projections are rounded to FP8"
         else:
-            others = "of others to 15 bits (from compute capability 8.0 on)"
+            others = "of integers to 15 bits (from compute capability 8.0 on)"
             if settings.dtype == "float32":
                 others = "weights of others dequantized while loading"
             how = f"inputs of FP8 projections are rounded to FP8, {others}"

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits in the layouts of AutoAWQ, GPTQ and compressed-tensors' pack-quantized.
+"""Weights of 4 and 8 bits in the layouts of AutoAWQ, GPTQ, compressed-tensors' pack-quantized, MXFP4 and NVFP4.
 
 Writers quantize a weight ``[O, I]`` and pack it as the tools do; readers dequantize a file in float64. Neither imports
 the product. Numbers in a word begin at its lowest bits.
@@ -175,3 +175,40 @@ def pack_quantized_weight(tensors: Mapping[str, Tensor], config: Mapping[str, An
     groups = (tensors["weight_g_idx"] if "weight_g_idx" in tensors else in_order(inputs, size)).tolist()
     columns = [(values[:, k] - zero[:, g]).double() * scale[:, g] for k, g in enumerate(groups)]
     return torch.stack(columns, 1)
+
+
+E2M1 = torch.tensor([sign * each for sign in (1, -1) for each in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+
+
+def floats(values: str, unit: str | None) -> Callable[[Tensor], State]:
+    """NVFP4 with the tensor's scale ``unit``, MXFP4 without; ``values``: the name of the numbers."""
+
+    def parts(weight: Tensor) -> State:
+        groups = weight.unflatten(1, (-1, 16 if unit else 32))
+        largest, whole = groups.abs().amax(2) / 6, (weight.abs().max() / 6 / 448).reshape(1)
+        if unit:
+            scale = (largest / whole).to(torch.float8_e4m3fn)
+            size = scale.float() * whole
+        else:
+            power = largest.log2().ceil()
+            scale, size = (power + 127).to(torch.uint8), 2.0**power
+        codes = ((groups / size[..., None])[..., None] - E2M1).abs().argmin(-1).flatten(1)
+        found = {values: (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8), "weight_scale": scale}
+        if unit == "weight_scale_2":
+            return {**found, unit: whole[0], "input_scale": torch.tensor(0.03)}
+        return {**found, unit: 1 / whole, "input_global_scale": torch.ones(1)} if unit else found
+
+    return parts
+
+
+def floats_weight(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Sign, exponent and half of each number, times its scales."""
+    packed = tensors["weight_packed" if "weight_packed" in tensors else "weight"].long()
+    codes = torch.stack((packed % 16, packed // 16), -1).flatten(1)
+    sign, exponent, half = 1 - 2.0 * (codes // 8), codes // 2 % 4, codes % 2 / 2
+    size = torch.where(exponent == 0, half, (1 + half) * 2.0 ** (exponent - 1)).double()
+    scale = tensors["weight_scale"]
+    scale = 2.0 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
+    scale = scale * tensors.get("weight_scale_2", torch.ones(())).double()
+    scale = scale / tensors.get("weight_global_scale", torch.ones(())).double()
+    return sign * size * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)

@@ -17,6 +17,8 @@ from tests.reference.packed_bits import (
     awq,
     awq_weight,
     by_activations,
+    floats,
+    floats_weight,
     gptq,
     gptq_weight,
     pack_quantized,
@@ -110,6 +112,7 @@ def gptq_config(group: int, **fields: Any) -> dict[str, Any]:
 
 
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+FLOAT4 = {**FLOAT8, "num_bits": 4}
 DIALECTS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "fp8 a tensor": (
         fp8_per_tensor,
@@ -132,6 +135,18 @@ DIALECTS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "modelopt": (
         fp8_per_tensor,
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.9*"]},
+    ),
+    "modelopt nvfp4": (
+        floats("weight", "weight_scale_2"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+    ),
+    "nvfp4": (
+        floats("weight_packed", "weight_global_scale"),
+        compressed({**FLOAT4, "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized"),
+    ),
+    "mxfp4": (
+        floats("weight_packed", None),
+        compressed({**FLOAT4, "strategy": "group", "group_size": 32}, "mxfp4-pack-quantized"),
     ),
     "compressed FP8 a tensor": (
         lambda weight: {
@@ -229,6 +244,7 @@ def dequantize(path: Path) -> tuple[State, dict[str, Any]]:
         }
         read = READERS[next(kind for kind in READERS if kind in own)]
         read = gptq_weight if quantization["quant_method"] == "gptq" else read
+        read = floats_weight if any(each.dtype == torch.uint8 for each in own.values()) else read
         found[f"{module}.weight"] = read(own, quantization)
         if own.get("weight", found[f"{module}.weight"]).dtype == FP8:
             found[f"{module}.rounded_inputs"] = torch.tensor(True)

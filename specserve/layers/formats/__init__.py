@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specserve.layers.formats import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from specserve.layers.formats import awq, compressed_tensors, float4, fp8, gptq, modelopt
 from specserve.layers.weights import FORMATS, Dtypes, WeightFormat, register
 
 register("fp8", fp8.read)
@@ -13,7 +13,7 @@ register("modelopt", modelopt.read)
 register("compressed-tensors", compressed_tensors.read)
 register("awq", awq.read)
 register("gptq", gptq.read)
-register("mxfp4", mxfp4.read)
+register("mxfp4", float4.read)
 
 _TABLES = "its weights are codebook indices, which no kernel here supports"
 _OWN = "its tensors have their own names and layout, which no reader here supports"

@@ -1,8 +1,8 @@
 """compressed-tensors, written by llm-compressor: groups of modules, each with its own weight format.
 
 ``float-quantized`` and ``naive-quantized`` in FP8, ``int-quantized`` in int8: ``weight`` and ``weight_scale``, in the
-model's dtype mostly; ``pack-quantized`` in 4 and 8 bits. Scales and zero points of activations are not used: see
-docs/decisions/0019-fp8-activations.md and 0020-integer-activations.md.
+model's dtype mostly; ``pack-quantized`` in 4 and 8 bits; ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``. Scales
+and zero points of activations are not used: see docs/decisions/0019-fp8-activations.md and 0020-integer-activations.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 
+from specserve.layers.formats.float4 import MXFP4, NVFP4, Float4Layout
 from specserve.layers.formats.fp8 import (
     ACTIVATION_SCALES,
     KV_SCALES,
@@ -46,12 +47,21 @@ _FORMATS = (
     "naive-quantized",
     "int-quantized",
     "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
     "mixed-precision",
     "dense",
 )
 _ORDERS = (True, False, "group", "dynamic", "weight", "static")
 _STATUS = ("compressed", "frozen")
 _INT8, _INT4, _FLOAT8 = {"strategy": "channel"}, {"num_bits": 4, "group_size": 128}, {"type": "float"}
+_NVFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+_MXFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "group", "group_size": 32}
+_FLOATS4: dict[tuple[str, object], tuple[str, Float4Layout]] = {
+    ("tensor_group", 16): ("nvfp4-pack-quantized", NVFP4),
+    ("group", 32): ("mxfp4-pack-quantized", MXFP4),
+}
+"""Formats and layouts of 4-bit floats, by strategy and group."""
 _PRESETS: dict[str, dict[str, Any] | None] = {
     "UNQUANTIZED": None,
     "W8A16": _INT8,
@@ -63,6 +73,10 @@ _PRESETS: dict[str, dict[str, Any] | None] = {
     "FP8": {**_FLOAT8, "strategy": "tensor"},
     "FP8_DYNAMIC": {**_FLOAT8, "strategy": "channel"},
     "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+    "NVFP4": _NVFP4,
+    "NVFP4A16": _NVFP4,
+    "MXFP4": _MXFP4,
+    "MXFP4A16": _MXFP4,
 }
 """Weights of groups that are written as ``{preset: targets}``."""
 _BLOCK = re.compile(r"(\d+)x(\d+)")
@@ -139,7 +153,7 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
                 )
             layouts[module] = replace(layout, indexed=indexed, scales=scales)
     # Zero points of symmetric weights are 0, and shapes are known from the other tensors.
-    unread = (*ACTIVATION_SCALES, *KV_SCALES, "weight_zero_point", "weight_shape")
+    unread = (*ACTIVATION_SCALES, "input_global_scale", *KV_SCALES, "weight_zero_point", "weight_shape")
     if not groups:
         return StoredWeights("compressed-tensors", (), unread)
     return stored_weights("compressed-tensors", layouts, unread)
@@ -175,6 +189,9 @@ def _layout(weights: Mapping[str, Any], kept_as: str | None) -> Layout:
         return PackQuantizedLayout(
             kind[1], group_of(weights) if strategy == "group" else 0, symmetric, ordered
         )
+    packing, floats = _FLOATS4.get((strategy, weights.get("group_size")), ("", None))
+    if kind == ("float", 4) and floats is not None and kept_as in (None, "mixed-precision", packing):
+        return floats
     if kind == ("float", 8) and strategy == "block":
         return Fp8Layout("weight_scale", _block(weights.get("block_structure")))
     if kind == ("float", 8) and strategy in ("tensor", "channel"):
@@ -183,8 +200,8 @@ def _layout(weights: Mapping[str, Any], kept_as: str | None) -> Layout:
         return Int8Layout(strategy == "tensor")
     raise ValueError(
         f"type {kind[0]} of {kind[1]} bits by {strategy} is not supported; accepted are float of 8 bits by tensor, "
-        "channel or block, int of 8 bits by tensor or channel, and pack-quantized int of 4 or 8 bits by group or "
-        "channel"
+        "channel or block, int of 8 bits by tensor or channel, pack-quantized int of 4 or 8 bits by group or channel, "
+        "and float of 4 bits by tensor_group of 16 (nvfp4-pack-quantized) or group of 32 (mxfp4-pack-quantized)"
     )
 
 
