@@ -18,7 +18,9 @@ from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.config.paths import resolve_paths
 from specserve.engine.memory import DeviceMemory
+from specserve.layers.experts import Experts
 from specserve.layers.linear import Linear, QuantizedLinear
+from specserve.models.checkpoint import load_target
 from specserve.models.gemma import GemmaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.worker import build_scheduler
@@ -27,13 +29,13 @@ from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
 from specserve.tools.check.report import Acceptance, CheckReport, MemoryUse, Perplexity
-from tests.engines import Checkpoints, head_of, make_scheduler
+from tests.engines import Checkpoints, head_of, held_as_on_a_gpu, make_scheduler
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
-from tests.reference.models import load_checkpoint, make_gemma3, make_llama, make_mimo
+from tests.reference.models import load_checkpoint, make_gemma3, make_llama, make_mimo, make_qwen3_moe
 from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 
@@ -431,3 +433,24 @@ def test_weights_of_a_quantized_checkpoint_are_read(
     code, report = check(capsys, path, None, "--no-run")
     assert code == 0
     assert "no parameter reads" not in json.dumps(report)
+
+
+def test_experts_and_what_multiplies_them_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_qwen3_moe(tmp_path / "plain", hidden=64, inner=32, layers=2)
+    path = quantize(plain, tmp_path / "nvfp4", "nvfp4")
+    choices = check(capsys, path, None, "--no-run", "--skip-tokenizer-init")[1]["choices"]
+    assert "experts of 1 layers: 6 experts in float64, multiplied by PyTorch, one after another" in choices
+    weights = (
+        "weights: compressed-tensors: NVFP4 with a scale for 16 inputs and one a tensor, inputs as they are; "
+    )
+    assert any(choice.startswith(weights) for choice in choices)
+    with (
+        held_as_on_a_gpu(),
+        patch("specserve_kernels.runs_triton", lambda found: found[0].dtype == torch.uint8),
+    ):
+        model = load_target(path, torch.float32, torch.device("cpu"), 8)
+        words = {module.words for module in model.modules() if isinstance(module, Experts)}
+    by = "multiplied by Triton, all chosen ones at once"
+    assert words == {f"6 experts in floats of 4 bits in groups of 16, {by}"}

@@ -15,11 +15,13 @@ from specserve_kernels import Routes, gather_slots
 
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
+from specserve.config import make_settings
 from specserve.engine.graphs import Graphs
 from specserve.engine.profile import eager_seconds, measure_eager, measure_graphs
 from specserve.engine.shapes import candidate_shapes
 from specserve.layers.experts import Router
 from specserve.models.read_config import load_model_config
+from specserve.process.assemble import resolve_engine
 from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
 from tests.engines import context_of, make_scheduler
@@ -48,6 +50,17 @@ def test_every_text_is_identical(make: Callable[[Path], Path], tmp_path: Path) -
     report = run_matrix(models, items, 6, pairwise(choices), lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+
+
+def test_flashinfer_has_no_sinks(tmp_path: Path) -> None:
+    path, more = (
+        str(make_gpt_oss(tmp_path, head_dim=32, sliding_window=80)),
+        {"device": "cuda", "attention_backend": "flashinfer"},
+    )
+    with pytest.raises(
+        ValueError, match="flashinfer: attention sinks are not passed to FlashInfer; use triton"
+    ):
+        resolve_engine(make_settings(model_path=path, skip_tokenizer_init=True, **more), has_gpu=True)
 
 
 @pytest.mark.parametrize(

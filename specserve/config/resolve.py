@@ -109,6 +109,10 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
             raise ValueError(f"--attention-backend {backend} does not support float64; use torch")
         if reason := _triton_refusal(model):
             raise ValueError(f"--attention-backend {backend}: {reason}; use torch")
+    if backend == "flashinfer" and any(layer.sinks for layer in model.layers):
+        raise ValueError(
+            "--attention-backend flashinfer: attention sinks are not passed to FlashInfer; use triton or torch"
+        )
     if backend == "flashinfer" and find_spec("flashinfer") is None:
         raise ValueError(
             "--attention-backend flashinfer needs the package flashinfer-python, which is not installed"

@@ -63,6 +63,23 @@ class Experts(nn.Module):
         down, down_bias_EH = self.down_proj.of_experts(self.count)
         return kernels.ExpertWeights(gate_up, down, gate_up_bias_EO, down_bias_EH)
 
+    @property
+    def words(self) -> str:
+        """Their loaded weights and what multiplies them, for reports."""
+        weights = self.stacked[:2]
+        held = [each.values if isinstance(each, kernels.Packed) else each for each in weights]
+        kinds = " and ".join(dict.fromkeys(map(_words, weights)))
+        by = "Triton, all chosen ones at once" if kernels.runs_triton(held) else "PyTorch, one after another"
+        return f"{self.count} experts in {kinds}, multiplied by {by}"
+
+
+def _words(weight: Tensor | kernels.Packed) -> str:
+    if isinstance(weight, Tensor):
+        return str(weight.dtype).removeprefix("torch.")
+    if weight.floats:
+        return f"floats of 4 bits in groups of {weight.floats}"
+    return "integers of 4 bits" if weight.bits == 4 else str(weight.values.dtype).removeprefix("torch.")
+
 
 class ExpertsMLP(nn.Module):
     """Adds the outputs of each token's experts, and of the shared one, a ``mlp_class``. Each rank has some channels of

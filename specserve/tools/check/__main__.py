@@ -9,9 +9,12 @@ import argparse
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from torch import nn
 
 from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
@@ -19,6 +22,7 @@ from specserve.config.sources import own_options
 from specserve.config.speculation import SHAPE
 from specserve.engine.shapes import cut
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.layers.experts import Experts
 from specserve.logs import configure_logging
 from specserve.process.assemble import resolve_engine
 from specserve.process.worker import load_engine
@@ -94,6 +98,10 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
     try:
         loading = 0 if report.memory is None else report.memory.loading
         report.memory = replace(memory_needed(engine), loading=loading)
+        target = engine.runner.context.target
+        assert isinstance(target, nn.Module)
+        found = Counter(module.words for module in target.modules() if isinstance(module, Experts))
+        report.choices += [f"experts of {layers} layers: {words}" for words, layers in found.items()]
         if not options.no_run:
             measure(engine, config, tokenizer, prompts, options.max_tokens, report)
         if text is not None:
