@@ -35,6 +35,11 @@ HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 QUARTER = {**HALF, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
 LONG = {**LONGROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+SHARED = {"shared_expert_intermediate_size": 20}
+HYBRID = {
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 6, "rope_parameters": QUARTER},
+}
 GLM = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
 MLA = {
@@ -83,11 +88,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "qwen3 moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2 moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
-    "qwen 3.5": (
-        "Qwen3_5",
-        {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 6, "rope_parameters": QUARTER},
-    ),
+    "qwen 3.5": ("Qwen3_5", HYBRID),
+    "qwen 3.5 moe": ("Qwen3_5Moe", {**MOE, **HYBRID, **SHARED}),
+    "qwen3 next": ("Qwen3Next", {**MOE, **HYBRID, **SHARED, "mlp_only_layers": [1]}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "glm 4.5 air": ("Glm4Moe", {**GLM, "attention_bias": True}),
     "glm 4.5, in groups": (
@@ -150,7 +153,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_architecture_is_compared() -> None:
     here = {f"{family}ForCausalLM" for family, _ in CONFIGS.values()}
     elsewhere = {
-        name for name in ARCHITECTURES if re.search("(VL|VLMoe|4v|3_5)ForConditionalGeneration", name)
+        name for name in ARCHITECTURES if re.search("(VL|VLMoe|4v|3_5|3_5Moe)ForConditionalGeneration", name)
     }
     assert {*MAKERS, *BESIDE_VISION, *here, *elsewhere} == {*ARCHITECTURES}
 

@@ -58,6 +58,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**QWEN, "num_position_embeddings": 16},
         "visual",
     ),
+    "Qwen3_5Moe": (
+        {
+            **{"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}, "head_dim": 16, "num_experts": 6},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+        },
+        {**QWEN, "num_position_embeddings": 16},
+        "visual",
+    ),
     "Mistral3": ({"model_type": "ministral3", "head_dim": 8}, PIXTRAL, "multi_modal_projector, vision_tower"),
     "Llava": (MISTRAL, PIXTRAL, "multi_modal_projector, vision_tower"),
     "Glm4v": ({"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}, {**QWEN, "num_heads": 2}, "visual"),

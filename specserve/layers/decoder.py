@@ -139,10 +139,12 @@ class DecoderLayer(nn.Module):
         kind = self.attention_class if config.latent is None else LatentAttention
         self.self_attn: Attention | LatentAttention = kind(config, layer, self.norm_class)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.mlp = self.make_mlp(config, layer)
+
+    def make_mlp(self, config: LayerConfig, layer: int) -> nn.Module:
         if config.experts is None:
-            self.mlp: nn.Module = self.mlp_class(config, layer)
-        else:
-            self.mlp = ExpertsMLP(config, layer, self.mlp_class)
+            return self.mlp_class(config, layer)
+        return ExpertsMLP(config, layer, self.mlp_class)
 
     def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
         """Do the same as ``enter``, with the tokens' embeddings as the stream."""

@@ -7,6 +7,8 @@ Shapes: T tokens, H hidden size, C channels of the convolution, K tokens that it
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from specserve_kernels import rms_norm
 from torch import Tensor, nn
@@ -28,7 +30,10 @@ class Convolution(nn.Module):
 
 class GatedDeltaNet(nn.Module):
     """A block in the place of attention. ``layer``: its number in the model; ``index``: among the layers that keep a
-    state. Decay and correction have 16 bits in quantized files, so that they are a projection of their own."""
+    state. Decay and correction have 16 bits in quantized files, so that they are a projection of their own.
+    ``grouped``: files have the parts of either projection together, by key head."""
+
+    grouped: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, state: DeltaState, layer: int, index: int) -> None:
         super().__init__()
@@ -36,10 +41,11 @@ class GatedDeltaNet(nn.Module):
         name, size, new = f"layers.{layer}.linear_attn", config.hidden_size, config.weights.projection
         channels, values = sum(state.parts), state.parts[-1]
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.in_proj_qkvz = new(name, size, {"in_proj_qkv": channels, "in_proj_z": values}, bias=False)
-        self.in_proj_ba = new(
-            name, size, dict.fromkeys(("in_proj_b", "in_proj_a"), state.value_heads), bias=False
-        )
+        many = {"in_proj_qkv": channels, "in_proj_z": values}
+        few = {"in_proj_b": state.value_heads, "in_proj_a": state.value_heads}
+        if self.grouped:
+            many, few = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * state.value_heads}
+        self.in_proj_qkvz, self.in_proj_ba = (new(name, size, parts, bias=False) for parts in (many, few))
         self.conv1d = Convolution(channels, state.width)
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(state.value_heads, dtype=wide)) for _ in range(2)
@@ -54,8 +60,7 @@ class GatedDeltaNet(nn.Module):
         if not isinstance(attend, Recurs):
             raise ValueError("--model-path: training does not support layers that keep a state")
         wide = self.A_log.dtype
-        mixed_TC, gate_TI = self.in_proj_qkvz(x_TH).split((sum(self.state.parts), self.state.parts[-1]), -1)
-        b_TV, a_TV = self.in_proj_ba(x_TH).chunk(2, -1)
+        mixed_TC, gate_TI, b_TV, a_TV = self.projected(x_TH)
         decay_TV = -self.A_log.exp() * F.softplus(a_TV.to(wide) + self.dt_bias)
         out_TI = attend.recur(
             DeltaRule(self.index, mixed_TC, self.conv1d.weight[:, 0], b_TV.sigmoid().to(wide), decay_TV)
@@ -65,3 +70,16 @@ class GatedDeltaNet(nn.Module):
         normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps)
         gated_TI = normed_XU.view(out_TI.shape).to(wide) * F.silu(gate_TI.to(wide))
         return self.out_proj(gated_TI.to(out_TI.dtype)), residual_TH
+
+    def projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the inputs of the convolution and of the gate, and those of correction and decay."""
+        many_TX, few_TX = self.in_proj_qkvz(x_TH), self.in_proj_ba(x_TH)
+        parts, heads = self.state.parts, self.state.key_heads
+        if not self.grouped:
+            mixed_TC, gate_TI = many_TX.split((sum(parts), parts[-1]), -1)
+            b_TV, a_TV = few_TX.chunk(2, -1)
+            return mixed_TC, gate_TI, b_TV, a_TV
+        sizes = [size // heads for size in (*parts, parts[-1])]
+        *mixed, gate_TI = (each.flatten(1) for each in many_TX.unflatten(-1, (heads, -1)).split(sizes, -1))
+        b_TV, a_TV = (each.flatten(1) for each in few_TX.unflatten(-1, (heads, -1)).chunk(2, -1))
+        return torch.cat(mixed, -1), gate_TI, b_TV, a_TV

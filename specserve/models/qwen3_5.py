@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8: gated delta nets, and in every fourth layer attention with a gate.
+"""Qwen3.5, 3.6 and 3.8, and Qwen3-Next: gated delta nets, and in every fourth layer attention with a gate.
 
 Read from a language model's file, and from a vision-language model's, whose vision part is left out, as are the layers
 that draft.
@@ -24,6 +24,7 @@ from specserve.layers.ranks import FLAG
 from specserve.layers.rotary import Rope
 from specserve.models.config import FULL
 from specserve.models.partial_rope import PartialAttention, PartialConfig, PartialModel
+from specserve.models.qwen_moe import with_experts
 
 LINEAR = "linear_attention"
 
@@ -75,15 +76,17 @@ class AttentionLayer(DecoderLayer):
 class DeltaLayer(AttentionLayer):
     """A gated delta net and an MLP, each on a norm of the stream."""
 
+    net_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+
     def __init__(self, config: HybridConfig, state: DeltaState, layer: int) -> None:
         nn.Module.__init__(self)
         if config.ranks.count > 1:
             raise ValueError(f"{FLAG}: states are not shared out yet; expected 1, found {config.ranks.count}")
         self.rope = config.rope
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.linear_attn = GatedDeltaNet(config, state, layer, config.index)
+        self.linear_attn = self.net_class(config, state, layer, config.index)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.mlp: nn.Module = self.mlp_class(config, layer)
+        self.mlp = self.make_mlp(config, layer)
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         return self.input_layernorm.add(x_TH, residual_TH)
@@ -118,13 +121,14 @@ class Qwen3_5Model(PartialModel):
     }
     beside: ClassVar[tuple[str, ...]] = (*PartialModel.beside, "mtp.")
     layer_class: ClassVar[type[DecoderLayer]] = AttentionLayer
+    delta_class: ClassVar[type[DeltaLayer]] = DeltaLayer
 
     @classmethod
     def make_layer(cls, config: LayerConfig, layer: int) -> DecoderLayer:
         assert isinstance(config, HybridConfig)
-        return (
-            AttentionLayer(config, layer) if config.state is None else DeltaLayer(config, config.state, layer)
-        )
+        if config.state is None:
+            return super().make_layer(config, layer)
+        return cls.delta_class(config, config.state, layer)
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
@@ -159,3 +163,39 @@ class Qwen3_5Model(PartialModel):
             HybridConfig.of(layer, state=state if kind == LINEAR else None, index=kinds[:number].count(kind))
             for number, kind in enumerate(kinds)
         ]
+
+
+class Qwen3_5MoeModel(Qwen3_5Model):
+    """With experts in place of MLPs, one of which serves every token."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **Qwen3_5Model.defaults,
+        "intermediate_size": 5632,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        return with_experts(super().read_layers(layer, fields), fields)
+
+
+class GroupedDeltaNet(GatedDeltaNet):
+    grouped: ClassVar[bool] = True
+
+
+class GroupedLayer(DeltaLayer):
+    net_class: ClassVar[type[GatedDeltaNet]] = GroupedDeltaNet
+
+
+class Qwen3NextModel(Qwen3_5MoeModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **Qwen3_5MoeModel.defaults,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    }
+    delta_class: ClassVar[type[DeltaLayer]] = GroupedLayer
