@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specserve_kernels import indexed_linear
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, TokenBatch
@@ -120,27 +121,32 @@ def _reading(layer: LayerConfig, target: ModelConfig) -> LayerConfig:
 
 
 class Clusters(nn.Module):
-    """Keeps the scores of tokens whose clusters score best. ``token_ordering``: int64 ``[V]``, a file's list of tokens,
-    cluster by cluster, held as each token's cluster."""
+    """Scores the tokens of the clusters that score best. ``token_ordering``: int64 ``[V]``, tokens, cluster by
+    cluster."""
 
     def __init__(self, config: ModelConfig, count: int, best: int) -> None:
         super().__init__()
         self.centroids = Linear(config.hidden_size, count, bias=False)
-        number_V = torch.empty(config.vocab_size, dtype=torch.int64)
-        self.token_ordering = nn.Parameter(number_V, requires_grad=False)
+        token_V = torch.empty(config.vocab_size, dtype=torch.int64)
+        self.token_ordering = nn.Parameter(token_V, requires_grad=False)
         self._best = best
 
     def load(self, found: Mapping[str, Tensor]) -> None:
-        """Take the list."""
-        place_V = found["token_ordering"].argsort()
-        self.token_ordering.copy_(place_V // (len(place_V) // self.centroids.out_features))
+        """Take the list; of random numbers, their order."""
+        self.token_ordering.copy_(found["token_ordering"].argsort().argsort())
 
-    def forward(self, hidden_ND: Tensor, logits_NV: Tensor) -> Tensor:
-        """Return the logits, minus infinity for the tokens of other clusters."""
-        score_NC: Tensor = self.centroids(hidden_ND)
-        other_NC = torch.ones_like(score_NC, dtype=torch.bool)
-        other_NC.scatter_(1, score_NC.topk(self._best, 1).indices, False)
-        return logits_NV.masked_fill_(other_NC[:, self.token_ordering], -torch.inf)
+    def forward(self, hidden_ND: Tensor, model: TargetModel) -> Tensor:
+        """Return the logits ``[N, V]`` of ``model``'s head, minus infinity for the tokens of other clusters. A few
+        nodes read their clusters' rows of the head alone, together, for all of them."""
+        best_NK = self.centroids(hidden_ND).topk(self._best, 1).indices
+        token_NX = self.token_ordering.view(self.centroids.out_features, -1)[best_NK].flatten(1)
+        nodes, vocab = len(hidden_ND), len(self.token_ordering)
+        if token_NX.numel() <= vocab // 2:
+            of_all_NY = indexed_linear(hidden_ND, model.embed_tokens.weight, token_NX.flatten())
+            own_NX = of_all_NY.view(nodes, nodes, -1).diagonal().T
+        else:
+            own_NX = model.logits(hidden_ND).gather(1, token_NX)
+        return own_NX.new_full((nodes, vocab), -torch.inf).scatter_(1, token_NX, own_NX)
 
 
 class Gemma4Assistant(DraftModule):
@@ -170,9 +176,8 @@ class Gemma4Assistant(DraftModule):
         assert isinstance(first, DecoderLayer)
         batch = TokenBatch(tokens_N, positions_N, attend)
         hidden_ND, _ = self.model.run(batch, (first.input_layernorm(x_ND), x_ND))
-        logits_NV = self.model.logits(hidden_ND)
-        if self.masked_embedding is not None:
-            logits_NV = self.masked_embedding(hidden_ND, logits_NV)
+        clusters = self.masked_embedding
+        logits_NV = self.model.logits(hidden_ND) if clusters is None else clusters(hidden_ND, self.model)
         return logits_NV, self.post_projection(hidden_ND)
 
 
