@@ -432,8 +432,8 @@ def launch_attention(
     sinks: bool = False,
 ) -> None:
     """Chains, trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and
-    values in FP8. ``sinks``: heads have them. Unless ``whole``, none from position 1; unless ``chains``, neither these
-    nor frontiers, whose loop is one of a tree's."""
+    values in FP8. ``sinks``: heads have them, and a cap. Unless ``whole``, none from position 1; unless ``chains``,
+    neither these nor frontiers, whose loop is one of a tree's."""
     heads, kv_heads, page = 32, 8, 16
     kept = dtype if scales is None else torch.float8_e4m3fn
     cache = torch.zeros(2, 2, page, kv_heads, size, dtype=kept)
@@ -441,7 +441,7 @@ def launch_attention(
     q_TND, kv_TND = qkv_TND[:, :heads], qkv_TND[:, heads:]
     pages_BM, length_B = torch.zeros(slots, 32, dtype=torch.int64), torch.zeros(slots, dtype=torch.int64)
     shared = q_TND, cache, pages_BM
-    more = {"sinks_H": torch.zeros(heads, dtype=dtype)} if sinks else {}
+    more: Any = {"sinks_H": torch.zeros(heads, dtype=dtype), "cap": 50.0} if sinks else {}
     q_start, per_node_T = (
         torch.zeros(slots + 1, dtype=torch.int64),
         torch.zeros(slots * nodes, dtype=torch.int64),

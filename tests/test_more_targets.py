@@ -49,6 +49,7 @@ MLA = {
 }  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3, capped": ("Gemma3", {"sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0}),
+    "gemma 2": ("Gemma2", {"sliding_window": 9, "head_dim": 8, "attn_logit_softcapping": 0.5}),
     "gemma 4, small": ("Gemma4", {**GEMMA4, **SMALL}),
     "gemma 4, large": ("Gemma4", {**GEMMA4, **LARGE}),
     "gemma 4, experts": ("Gemma4", {**GEMMA4, **MIXTURE}),
@@ -142,7 +143,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(params=list(CONFIGS))
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     family, fields = CONFIGS[request.param]
-    text = "Text" if family.startswith(("Gemma", "Qwen3_5")) else ""
+    text = "Text" if hasattr(transformers, f"{family}TextConfig") else ""
     config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **fields})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     draw_weights(model)

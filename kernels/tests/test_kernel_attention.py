@@ -12,7 +12,13 @@ from torch import Tensor
 
 
 def naive(
-    q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor, scale: float, sinks_H: Tensor | None
+    q_BNHD: Tensor,
+    cache: Tensor,
+    pages_BM: Tensor,
+    visible_BNL: Tensor,
+    scale: float,
+    sinks_H: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     batch, queries, heads, _ = q_BNHD.shape
     page_size, kv_heads = cache.shape[2:4]
@@ -26,6 +32,8 @@ def naive(
                 keys = torch.stack([cache[page, 0, offset, kv_head] for page, offset in where])
                 values = torch.stack([cache[page, 1, offset, kv_head] for page, offset in where])
                 scores = keys @ q_BNHD[b, n, h] * scale
+                if cap is not None:
+                    scores = cap * torch.tanh(scores / cap)
                 if sinks_H is not None:
                     scores = torch.cat([scores, sinks_H[h : h + 1]])
                 out[b, n, h] = torch.softmax(scores, dim=0)[: len(seen)] @ values
@@ -55,9 +63,15 @@ def test_against_dense(
     visible_BNL[0, 1, 0] = True  # a row that sees one entry
     bias = grouped(q_BNHD, cache, visible_BNL)
     sinks = torch.randn(heads, generator=generator, dtype=torch.float64) * 2
-    for given, scale, sinks_H in ((None, 1 / math.sqrt(size), None), (0.7, 0.7, None), (0.7, 0.7, sinks)):
-        found = paged_attention(q_BNHD, cache, pages_BM, bias, scale=given, sinks_H=sinks_H)
-        right = naive(q_BNHD, cache, pages_BM, visible_BNL, scale, sinks_H)
+    own = 1 / math.sqrt(size)
+    for given, *how in (
+        (None, own, None, None),
+        (0.7, 0.7, None, 1.5),
+        (0.7, 0.7, sinks, None),
+        (None, own, sinks, 1.5),
+    ):
+        found = paged_attention(q_BNHD, cache, pages_BM, bias, None, given, *how[1:])
+        right = naive(q_BNHD, cache, pages_BM, visible_BNL, *how)
         torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
 
 

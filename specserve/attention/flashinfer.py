@@ -52,6 +52,7 @@ class _Prefill:
     ) -> Tensor:
         assert not latent
         assert softmax.sinks_H is None
+        assert softmax.cap is None
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4], softmax.scale
         if geometry not in self.wrappers:
             self.wrappers[geometry] = self._plan(pages_BM, *geometry, q_TND.dtype)

@@ -58,7 +58,9 @@ class _Plan:
             self.biases[key] = bias, self._seen_pages(visible_BNL)
         bias, seen_BM = self.biases[key]
         pages_BM = pages_BM[:, : seen_BM.shape[1]].where(seen_BM, 0)  # others may be another request's by now
-        out = paged_attention(q_BNHD, cache, pages_BM, bias, scales, softmax.scale, softmax.sinks_H)
+        out = paged_attention(
+            q_BNHD, cache, pages_BM, bias, scales, softmax.scale, softmax.sinks_H, softmax.cap
+        )
         out = out.flatten(0, 1)[..., : latent or None]
         return out if self.scatter_T is None else out[self.scatter_T]
 

@@ -49,8 +49,8 @@ class _Prefill:
     ) -> Tensor:
         c = self.chunks
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
-        how = softmax.scale, softmax.window, softmax.sinks_H, latent
-        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how)
+        how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
+        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how, latent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,9 @@ class _Verify:
         latent: int = 0,
     ) -> Tensor:
         n = self.nodes
-        tree, how = (
-            (n.q_start, self.paths, n.max_nodes),
-            (softmax.scale, softmax.window, softmax.sinks_H, latent),
-        )
-        where = pages_BM, n.length_B, *tree
-        return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how)
+        where = pages_BM, n.length_B, n.q_start, self.paths, n.max_nodes
+        how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
+        return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how, latent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +94,8 @@ class _Draft:
     ) -> Tensor:
         f = self.frontier
         where = pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA
-        how = softmax.scale, softmax.window, softmax.sinks_H, latent
-        return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how)
+        how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
+        return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how, latent)
 
 
 class TritonAttention:

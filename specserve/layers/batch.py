@@ -18,10 +18,11 @@ from specserve.layers.rotary import Rope
 class Softmax:
     """How scores become weights. ``scale`` multiplies them; None: ``1 / sqrt(D)``. ``window``: a token sees its own
     position and ``window - 1`` before it; None: all before it. ``sinks_H``: each query head's score of one more key,
-    whose value is 0; None: there is none."""
+    whose value is 0; None: there is none. ``cap``: c, if scaled scores s become ``c * tanh(s / c)``."""
 
     scale: float | None = None
     window: int | None = None
+    cap: float | None = None
     sinks_H: Tensor | None = None
 
 

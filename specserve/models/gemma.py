@@ -1,4 +1,4 @@
-"""Gemma 3's text model: a norm before and after each block, and windows in five layers of six.
+"""Gemma 3's text model, and Gemma 2: a norm before and after each block, and windows in most layers.
 
 Read from a language model's file, and from a vision-language model's, whose vision part is left out.
 """
@@ -20,9 +20,7 @@ from specserve.layers.embedding import root_scale
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
-from specserve.models.config import ModelConfig, ropes_by_kind, with_windows
-
-_PLAIN = ("attn_logit_softcapping", "use_bidirectional_attention")
+from specserve.models.config import ModelConfig, rope_config, ropes_by_kind, with_windows
 
 
 class GemmaLayer(DecoderLayer):
@@ -86,11 +84,11 @@ class GemmaModel(TargetModel):
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        if found := [name for name in _PLAIN if fields.get(name)]:
-            raise ValueError(f"{found[0]} {fields[found[0]]!r} is not supported; expected null")
+        if fields.get("use_bidirectional_attention"):
+            raise ValueError("use_bidirectional_attention true is not supported; expected null")
         bias, every = bool(fields.get("attention_bias")), fields["sliding_window_pattern"]
-        scale = fields["query_pre_attn_scalar"] ** -0.5
-        layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(scale))
+        softmax = Softmax(fields["query_pre_attn_scalar"] ** -0.5, cap=fields.get("attn_logit_softcapping"))
+        layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=softmax)
         return with_windows(layer, fields["sliding_window"], fields, lambda n: (n + 1) % every != 0, rope=1)
 
     @classmethod
@@ -105,3 +103,24 @@ class GemmaModel(TargetModel):
     @classmethod
     def embedding_scale(cls, config: ModelConfig) -> float:
         return root_scale(config.hidden_size)
+
+
+class Gemma2Model(GemmaModel):
+    """Has caps, one rope, no norms of heads, and windows in every second layer."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **GemmaModel.defaults,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        return [replace(each, qk_norm=False, rope=0) for each in super().read_layers(layer, fields)]
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        return (rope_config(fields, source),)

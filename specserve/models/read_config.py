@@ -73,7 +73,7 @@ def load_model_config(
     )
     check(fields, path, COUNT.or_null, *_COUNTS_OR_NULL)
     check(fields, path, NUMBER, *(name for name in _POSITIVE if name in model.defaults))
-    check(fields, path, NUMBER.or_null, "final_logit_softcapping")
+    check(fields, path, NUMBER.or_null, "final_logit_softcapping", "attn_logit_softcapping")
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
     layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]

@@ -32,6 +32,7 @@ ARCHITECTURES: dict[str, str | type[TargetModel]] = {
     "DeepseekV2ForCausalLM": "deepseek.DeepseekV2Model",
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3Model",
     "MiMoForCausalLM": "mimo.MiMoModel",
+    "Gemma2ForCausalLM": "gemma.Gemma2Model",
     "Gemma3ForCausalLM": "gemma.GemmaModel",
     "Gemma3ForConditionalGeneration": "gemma.GemmaModel",
     "Gemma4ForCausalLM": "gemma4.Gemma4Model",

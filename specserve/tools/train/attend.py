@@ -77,8 +77,8 @@ class TestTimeAttend:
 
 class CausalAttend:
     """Let every token attend to its own document up to itself, as a target does, and a draft at its first level. Raises
-    ValueError for rows longer than a layer's window, for layers without keys and values of their own, for sinks, and
-    for latent attention."""
+    ValueError for rows longer than a layer's window, for layers without keys and values of their own, for sinks,
+    capped scores and latent attention."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -88,8 +88,8 @@ class CausalAttend:
         (scale, window), size = (ask.softmax.scale, ask.softmax.window), ask.qkv_TND.shape[-1]
         if not ask.num_kv_heads:
             raise ValueError("--model-path: training does not support layers that share keys and values")
-        if ask.softmax.sinks_H is not None:
-            raise ValueError("--model-path: training does not support attention with sinks")
+        if ask.softmax.sinks_H is not None or ask.softmax.cap:
+            raise ValueError("--model-path: training does not support attention with sinks or capped scores")
         if window is not None and window < self.packing.row_length:
             raise ValueError(
                 f"--max-length: at most {window}, the target's window, found {self.packing.row_length}"

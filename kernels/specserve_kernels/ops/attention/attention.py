@@ -102,6 +102,7 @@ def _attend_kernel(
     stats,
     tickets,  # arrival counters, zeros: for each tile, how many programs have stored their sums
     scale,
+    inner_scale,  # of scores with a cap; None: they have none
     value_scale,  # scale of an FP8 cache's values; None: the cache has q's dtype
     window,  # None: rows see all positions from KV_START on
     sinks,  # [Hq], scores of a key without a value; None: there is none
@@ -133,6 +134,7 @@ def _attend_kernel(
     ALIGNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    scale = (scale, inner_scale)
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     tiles_S, low_S, end_S, last_S = work_of(
         length_B, q_start, slots, nodes, entries, window, TAIL, GROUP, R, SLOTS, ALIGNED
@@ -328,6 +330,7 @@ def attend_nodes(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
     latent: int = 0,
 ) -> Tensor:
     """Tree attention: a node of slot b sees positions from ``kv_start`` to below ``length_B[b]`` and its path. Keys and
@@ -341,14 +344,15 @@ def attend_nodes(
     zeros. ``paths``: from ``list_paths``, for as many nodes; None: each slot's nodes are a chain. Index tensors are
     int64 or int32; ``length_B`` and ``q_start`` must not come from the launch right before this one: see ``pdl``.
     ``scale``: what scores are multiplied by, None: one over the square root of D. ``sinks_H`` ``[Hq]``, a float dtype:
-    each head's score of one more key, whose value is 0. ``latent``: all heads read the same rows, ``cache`` is
-    ``[pages, 1, page size, D]``, and the first so many numbers of a row are its value; D is at least 16 more, and both
-    are powers of two. Returns ``[T, Hq, D]``, of latents ``[T, Hq, latent]``, contiguous.
+    each head's score of one more key, whose value is 0. ``cap``: c, if scaled scores s become ``c * tanh(s / c)``.
+    ``latent``: all heads read the same rows, ``cache`` is ``[pages, 1, page size, D]``, and the first so many numbers
+    of a row are its value; D is at least 16 more, and both are powers of two. Returns ``[T, Hq, D]``, of latents
+    ``[T, Hq, latent]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(
             q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", kv_start=kv_start, scales=scales,
-            scale=scale, window=window, sinks_H=sinks_H, latent=latent,
+            scale=scale, window=window, sinks_H=sinks_H, cap=cap, latent=latent,
         )  # fmt: skip
     assert not kv_start or paths is None
     tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
@@ -368,6 +372,7 @@ def attend_nodes(
         scale=scale,
         window=window,
         sinks_H=sinks_H,
+        cap=cap,
         latent=latent,
     )
 
@@ -384,19 +389,20 @@ def attend_frontier(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
     latent: int = 0,
 ) -> Tensor:
     """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
     in ``scratch_BKA[b, k]``, which list its path in order, from ``prefix_B[b]`` on; with K = 1 they are consecutive.
     For a ``window``, a row's position is ``prefix_B[b] + A - 1``.
 
-    Tensors, ``scale``, ``sinks_H`` and ``latent`` as in ``attend_nodes``. Rows that see nothing get zeros.
+    Tensors, ``scale``, ``sinks_H``, ``cap`` and ``latent`` as in ``attend_nodes``. Rows that see nothing get zeros.
     """
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
         entries=entries, kv_start=kv_start, seen=scratch_BKA, scales=scales, scale=scale, window=window,
-        sinks_H=sinks_H, latent=latent,
+        sinks_H=sinks_H, cap=cap, latent=latent,
     )  # fmt: skip
 
 
@@ -419,6 +425,7 @@ def _launch(
     scale: float | None,
     window: int | None,
     sinks_H: Tensor | None,
+    cap: float | None,
     latent: int,
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, 1 if latent else cache.shape[3]
@@ -437,7 +444,7 @@ def _launch(
         *rest,
         out,
         *sums,
-        *scales_of(size, scale, scales),
+        *scales_of(size, scale, cap, scales),
         window,
         sinks_H,
         q_TND.stride(0),

@@ -39,11 +39,15 @@ _FP8 = tl.constexpr(
 )
 
 
-def scales_of(size: int, scale: float | None, scales: KVScales | None) -> tuple[float, float | None]:
-    """Return the scale of scores, for base 2, and that of values, None if there is none. ``scale``: of scores, for base
-    e; None: one over the square root of the head's ``size``."""
+def scales_of(
+    size: int, scale: float | None, cap: float | None, scales: KVScales | None
+) -> tuple[float, float | None, float | None]:
+    """Return the scale of scores, for base 2; if they have a ``cap``, that of their tangents, and what scores are
+    multiplied by before, else None; the scale of values, None if there is none. ``scale``: of scores, for base e; None:
+    one over the square root of the head's ``size``."""
     score = LOG2_E / math.sqrt(size) if scale is None else LOG2_E * scale
-    return (score, None) if scales is None else (score * scales.key, scales.value)
+    score, value = (score, None) if scales is None else (score * scales.key, scales.value)
+    return (score, None, value) if cap is None else (LOG2_E * cap, 2 * score / cap, value)
 
 
 @triton.jit

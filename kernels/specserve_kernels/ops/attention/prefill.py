@@ -129,7 +129,8 @@ def _prefill_kernel(
     positions_T,
     out,  # [T, Hq, D]
     scale,
-    value_scale,  # this, window and sinks as in _attend_kernel
+    inner_scale,  # this and those up to sinks as in _attend_kernel
+    value_scale,
     window,
     sinks,
     q_stride,
@@ -152,6 +153,7 @@ def _prefill_kernel(
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):
+    scale = (scale, inner_scale)
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     slot = tl.program_id(2)
@@ -274,6 +276,7 @@ def attend_chunks(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
     latent: int = 0,
 ) -> Tensor:
     """Causal attention: token t sees positions from ``kv_start`` (at most 16) up to its own, ``positions_T[t]``,
@@ -284,8 +287,8 @@ def attend_chunks(
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``
     covers all T tokens, at most ``max_tokens`` a request, possibly none. Index tensors are int64 or int32. ``kv_TND``
     ``[T, 2 * Hk, D]``: the tokens' own keys and then values, as the cache holds them. ``prefix``: some request begins
-    after position 0. ``scale``, ``sinks_H``, ``latent``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, of latents
-    ``[T, Hq, latent]``, contiguous, without meaning for tokens before ``kv_start``.
+    after position 0. ``scale``, ``sinks_H``, ``cap``, ``latent``: as in ``attend_nodes``. Returns ``[T, Hq, D]``, of
+    latents ``[T, Hq, latent]``, contiguous, without meaning for tokens before ``kv_start``.
     """
     (tokens, heads, size), kv_heads = q_TND.shape, 1 if latent else cache.shape[3]
     wide = q_TND.element_size() == 4
@@ -308,7 +311,7 @@ def attend_chunks(
         q_start,
         positions_T,
         out,
-        *scales_of(size, scale, scales),
+        *scales_of(size, scale, cap, scales),
         window,
         sinks_H,
         q_TND.stride(0),

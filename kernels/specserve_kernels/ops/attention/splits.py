@@ -53,9 +53,16 @@ def power(exponent_R):
 
 @triton.jit
 def fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD):
-    """Do one step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0."""
+    """Do one step of the online softmax, in base 2. ``scale``: see ``scales_of``. Rows that have seen nothing keep a
+    sum of 0."""
     grid: tl.constexpr = 0.0 if v_ND.dtype == tl.float32 else _GRID
-    place_RN = tl.fma(score_RN, scale + tl.zeros_like(score_RN), tl.full(score_RN.shape, grid, tl.float32))
+    if scale[1] is not None:  # the hyperbolic tangent of seen scores
+        part_RN = 1.0 / (tl.exp2(score_RN * scale[1]) + 1.0)
+        capped_RN = tl.fma(
+            part_RN, tl.full(part_RN.shape, -2.0, tl.float32), tl.full(part_RN.shape, 1.0, tl.float32)
+        )
+        score_RN = tl.where(score_RN == float("-inf"), score_RN, capped_RN)
+    place_RN = tl.fma(score_RN, scale[0] + tl.zeros_like(score_RN), tl.full(score_RN.shape, grid, tl.float32))
     new_R = tl.maximum(top_R, tl.ceil(tl.max(place_RN, 1) - grid))
     base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
     weight_RN = tl.exp2(place_RN - (base_R + grid)[:, None]).to(v_ND.dtype)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from specserve_kernels.types import KVScales
 
 SINK_KEYS = 16  # keys of score -inf and of a sink: as many as a CPU adds at a time
+ROWS = 16  # a CPU multiplies multiples of so many rows alike
 PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
 
 
@@ -32,13 +33,15 @@ def paged_attention(
     scales: KVScales | None = None,
     scale: float | None = None,
     sinks_H: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Softmax attention with an additive bias over all positions of each request's pages.
 
     ``cache``: ``[pages, (k, v), page size, Hk, D]``, of q's type or float8_e4m3fn, with ``scales``. ``bias``:
     ``group_bias`` of ``[B, N, L]``, 0 where visible, -inf where not, every row with at least one visible position;
     L = M * page size. ``scale``: what scores are multiplied by, None: one over the square root of D. ``sinks_H``: each
-    query head's score of one more key, whose value is 0. Returns ``[B, N, Hq, D]``.
+    query head's score of one more key, whose value is 0. ``cap``: c, if scaled scores s become ``c * tanh(s / c)``.
+    Returns ``[B, N, Hq, D]``.
     """
     batch, queries, heads, size = q_BNHD.shape
     kv_heads = cache.shape[3]
@@ -61,14 +64,26 @@ def paged_attention(
         bias = torch.cat([before_BKNS, bias.expand(-1, len(sink_KN), -1, -1)], -1)
         k_BKLD, v_BKLD = (F.pad(each, (0, 0, SINK_KEYS, 0)) for each in (k_BKLD, v_BKLD))
     if group * queries > PACK_ROWS:
-        out = F.scaled_dot_product_attention(
-            q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias, scale=scale, enable_gqa=group > 1
-        )
-        return out.transpose(1, 2)
+        return _attend(q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, bias, scale, cap).transpose(1, 2)
     q = q_BNHD.view(batch, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
-    out = F.scaled_dot_product_attention(q, k_BKLD, v_BKLD, attn_mask=bias, scale=scale)
+    out = _attend(q, k_BKLD, v_BKLD, bias, scale, cap)
     out_BNHD: Tensor = out.unflatten(2, (queries, group)).transpose(1, 2).flatten(2, 3)
     return out_BNHD
+
+
+def _attend(
+    q_BHXD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, bias: Tensor, scale: float | None, cap: float | None
+) -> Tensor:
+    group, rows = q_BHXD.shape[1] // k_BKLD.shape[1], q_BHXD.shape[2]
+    if cap is None:
+        return F.scaled_dot_product_attention(
+            q_BHXD, k_BKLD, v_BKLD, attn_mask=bias, scale=scale, enable_gqa=group > 1
+        )
+    k_BHLD, v_BHLD = (each.repeat_interleave(group, 1) for each in (k_BKLD, v_BKLD))
+    q_BHYD = F.pad(q_BHXD, (0, 0, 0, -rows % ROWS))
+    score_BHXL = (q_BHYD @ k_BHLD.mT)[:, :, :rows] * (scale or q_BHXD.shape[-1] ** -0.5)
+    weight_BHXL = ((score_BHXL / cap).tanh() * cap + bias).softmax(-1).to(q_BHXD.dtype)
+    return (F.pad(weight_BHXL, (0, 0, 0, -rows % ROWS)) @ v_BHLD)[:, :, :rows]
 
 
 def visible_to_bias(visible_BNL: Tensor, dtype: torch.dtype) -> Tensor:
