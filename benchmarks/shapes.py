@@ -4,8 +4,8 @@
 
 Writes DIR/target and DIR/eagle3. ``shapes.json`` has the fields as published, less those that say nothing about speed;
 ``deepseek-r1-6-layers`` is R1 with 6 of 61 layers and 32 of 256 experts. The draft has one layer as wide as the
-target's widest dense one, and 32,000 ids at most. ``--fp8``: weights in blocks of 128 x 128 with FP8's scales, as vendors
-publish them.
+target's widest dense one, and 32,000 ids at most. ``--fp8``: weights in blocks of 128 x 128 with FP8's scales, as
+vendors publish them.
 """
 
 from __future__ import annotations
