@@ -11,8 +11,16 @@ import transformers
 
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
+from specserve import SamplingParams
+from specserve.layers.weights import Projection
+from specserve.models.checkpoint import load_target
+from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import draw_weights
+from tests.reference.glm import make_glm
+from tests.reference.models import load_checkpoint, save_checkpoint
+from tests.reference.quantized import dequantize, quantize
+from tests.speculation.methods import scheduler_of
 from tests.test_more_targets import MLA, MSCALE, SIZES
 from tests.test_windows import prompts
 
@@ -51,3 +59,30 @@ def test_every_text_is_that_of_plain_decoding(agreeing: Models) -> None:
     report = run_matrix(agreeing, items, 6, pairwise(choices), lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+
+
+@pytest.mark.parametrize("stored", ["fp8 blocks", "latents in fp8"])
+def test_formats(stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No draft changes the text of weights in FP8, nor of latents, whose scale is the keys'. The weight that is
+    absorbed is held in the model's dtype."""
+    target = make_glm(tmp_path / "wide", family="DeepseekV3", **{**MLA, **GROUPS}, agree=True)
+    settings: dict[str, Any] = {"page_size": 16}
+    if stored == "fp8 blocks":
+        names = "_proj", "_with_mqa"
+        wanted: Any = lambda name: "eh_proj" not in name  # noqa: E731
+        target = quantize(target, tmp_path / "target", stored, wanted, names)
+        module = "layers.1.self_attn.kv_b_proj"
+        loaded = load_target(target, torch.float64, torch.device("cpu")).get_submodule(module)
+        assert isinstance(loaded, Projection)
+        assert torch.equal(loaded.rows(None)[0], dequantize(target)[0][f"model.{module}.weight"])
+    else:
+        state, config = load_checkpoint(target)
+        state |= {f"model.layers.{n}.self_attn.k_scale": torch.tensor(0.02) for n in range(3)}
+        save_checkpoint(target, state, config, safetensors=True)
+        settings["kv_cache_dtype"] = "fp8"
+    work = [(prompt, SamplingParams(temperature=0, max_tokens=12)) for prompt in prompts([5, 30])]
+    plain = answer_all(make_scheduler(target, **settings), work)
+    drafted = answer_all(scheduler_of("NEXTN", target, target, (3, 2, 7), **settings), work)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert sum(each.usage.accepted for each in drafted) > 4
+    assert "no parameter reads" not in caplog.text

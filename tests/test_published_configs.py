@@ -122,7 +122,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 100278,
     },
 }  # fmt: skip
-PUBLISHED |= {name: fields for name, fields in SHAPES.items() if "kv_lora_rank" not in fields}
+PUBLISHED |= SHAPES
+R1 = {**SHAPES["deepseek-r1-6-layers"], "num_hidden_layers": 61, "n_routed_experts": 256}
+del R1["quantization_config"]
+KIMI_ROPE = {
+    "type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+KIMI = {
+    "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "vocab_size": 163840, "rope_theta": 50000.0,
+    "max_position_embeddings": 131072, "rope_scaling": KIMI_ROPE,
+}  # fmt: skip
+PUBLISHED |= {"deepseek-r1": R1, "kimi-k2": {**R1, **KIMI}}
 PUBLISHED |= {
     "gemma 3 1b, one rope named": {
         **PUBLISHED["gemma 3 1b"],
@@ -189,8 +201,15 @@ def test_published_configs_are_read_as_transformers_reads_them(name: str, tmp_pa
         assert layer.v_proj == (kind != "full_attention" or not getattr(theirs, "attention_k_eq_v", False))
         assert layer.rms_norm_eps == theirs.rms_norm_eps
         assert layer.softmax.window == (theirs.sliding_window if kind == "sliding_attention" else None)
-        scalar = getattr(theirs, "query_pre_attn_scalar", 1 if "gemma4" in theirs.model_type else head_dim)
-        assert (layer.softmax.scale or layer.head_dim**-0.5) == scalar**-0.5
+        if layer.latent is not None:
+            with torch.device("meta"):
+                attention = next(each for key, each in vars(modeling).items() if key.endswith("Attention"))
+                assert layer.softmax.scale == pytest.approx(attention(theirs, number).scaling)
+        else:
+            scalar = getattr(
+                theirs, "query_pre_attn_scalar", 1 if "gemma4" in theirs.model_type else head_dim
+            )
+            assert (layer.softmax.scale or layer.head_dim**-0.5) == scalar**-0.5
         rope, prefix = ours.ropes[layer.rope], f"{kind}_" if hasattr(table, f"{kind}_inv_freq") else ""
         assert (rope == NO_ROPE) == (not turns)
         if turns:
@@ -234,6 +253,19 @@ def test_a_scaling_next_to_the_ropes_of_kinds_is_of_whole_attention(tmp_path: Pa
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek-r1", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; expected noaux_tc"),
+    ("deepseek-r1", {"rope_interleave": False}, "rope_interleave False is not supported; expected True"),
+    ("deepseek-r1", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, found 0"),
+    (
+        "deepseek-v2-lite",
+        {"topk_method": "noaux_tc"},
+        "topk_method 'noaux_tc' is not supported; expected greedy or group_limited_greedy",
+    ),
+    (
+        "glm-4.7-flash",
+        {"mlp_layer_types": ["sparse"]},
+        r"mlp_layer_types must name dense or sparse for each of 47 layers, found \['sparse'\]",
+    ),
     (
         "gemma 3 1b",
         {"sliding_window_pattern": None},
