@@ -42,7 +42,7 @@ class Weights:
         experts = sum(size_of(each) for each in target.modules() if isinstance(each, Experts))
         embedding = 0 if target.config.tie_word_embeddings else size_of(target.embed_tokens)
         head = getattr(context.drafter, "head", None)
-        once = 0 if head is None else size_of(head.fc)
+        once = size_of(head.fc) if hasattr(head, "fc") else 0
         return cls(
             others=size_of(target) - embedding - experts,
             experts=experts,
