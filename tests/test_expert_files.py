@@ -65,6 +65,26 @@ def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:
         TensorFiles(tmp_path)
 
 
+@pytest.mark.parametrize(("dialect", "joint"), [("modelopt nvfp4", "_"), ("nvfp4", ".")])
+def test_quantized_experts_may_be_one_tensor(dialect: str, joint: str, wide: Path, tmp_path: Path) -> None:
+    """Scales of tensors are for each projection, or for all of an expert, as those of its inputs."""
+    path = quantize(wide, tmp_path / "apart", dialect, in_experts)
+    state, config = load_checkpoint(path)
+    experts, fused = "model.layers.1.mlp.experts", dict(state)
+    for kind in {name.rpartition(".")[2] for name in state if name.startswith(f"{experts}.0.")}:
+        gate, up, down = (
+            torch.stack([fused.pop(f"{experts}.{number}.{part}_proj.{kind}") for number in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        end = "" if kind == "weight" else joint + kind
+        both = torch.cat([gate, up], 1) if gate.dim() > 1 else torch.stack([gate, up], 1)
+        fused[f"{experts}.gate_up_proj{end}"] = gate if kind.startswith("input") else both
+        fused[f"{experts}.down_proj{end}"] = down
+    fused_path = save_checkpoint(tmp_path / "fused", fused, config, safetensors=True)
+    assert {*TensorFiles(fused_path).names()} == {*TensorFiles(path).names()}
+    assert torch.equal(logits_of(fused_path, torch.float64), logits_of(path, torch.float64))
+
+
 def logits_of(path: Path, dtype: torch.dtype, config: ModelConfig | None = None) -> Tensor:
     tokens = torch.tensor([3, 9, 27, 17, 5, 40, 1, 2])
     model = load_target(path, dtype, torch.device("cpu"), len(tokens), config)

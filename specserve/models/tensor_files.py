@@ -4,7 +4,8 @@ Names are compared without a leading ``model.``, ``language_model.`` or ``text_m
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
 read as one for each projection of each; gpt-oss and Qwen3-VL have them as [E, I, O]. Next to one of their biases, as
-gpt-oss has it, gates and ups are by turns; so are ``blocks`` and ``scales`` of MXFP4, [E, O, ..].
+gpt-oss has it, gates and ups are by turns; so are ``blocks`` and ``scales`` of MXFP4, [E, O, ..]. Tensors of other
+formats, such as ``gate_up_proj_weight_scale``, have a number or rows for each expert or each of its projections.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(?:_(bias|blocks|scales))?")
+_EXPERTS = re.compile(
+    r"(.*\.experts)\.(gate_up|down)_proj(?:[._](bias|blocks|scales|weight(?:_\w+)?|input_\w+))?"
+)
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
@@ -44,21 +47,25 @@ class Header(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One expert's ``rows`` of a fused tensor. ``by_inputs``: it is ``[E, I, O]``."""
+    """One expert's ``rows`` of a fused tensor, None: all. ``by_inputs``: it is ``[E, I, O]``."""
 
     expert: int
-    rows: slice
+    rows: slice | None
     by_inputs: bool
 
     def of(self, fused: Any) -> Tensor:
         """Read it. ``fused``: a tensor, or a slice of a file."""
-        if self.rows.stop is not None and not self.by_inputs:
+        if self.rows is not None and self.rows.stop is not None and not self.by_inputs:
             found: Tensor = fused[self.expert, self.rows]
             return found
         one: Tensor = fused[self.expert]
+        if self.rows is None:
+            return one
         return (one.mT if self.by_inputs else one)[self.rows]
 
     def header(self, fused: Header) -> Header:
+        if self.rows is None:
+            return Header(fused.shape[1:], fused.dtype)
         outputs, *inputs = reversed(fused.shape[1:]) if self.by_inputs else fused.shape[1:]
         return Header((len(range(outputs)[self.rows]), *inputs), fused.dtype)
 
@@ -121,18 +128,21 @@ class TensorFiles:
         fused, (experts, stem, kind) = found[0], found.groups("weight")
         shape, projections = self.header(fused).shape, _projections(experts, stem)
         count, axis = len(projections), 2 if by_inputs else 1
-        if len(shape) != _DIMENSIONS[kind] or shape[axis] % count:
+        if kind not in _DIMENSIONS and math.prod(shape) == 1:  # one for all: left as it is
+            return
+        shared = kind not in _DIMENSIONS and (len(shape) == 1 or (shape[1] == 1 and count > 1))
+        if len(shape) != _DIMENSIONS.get(kind, len(shape)) or (not shared and shape[axis] % count):
             sizes = [f"outputs of {' and '.join(projections)}", "inputs"][:: -1 if by_inputs else 1]
             wanted = f"expected experts, {sizes[0]}, and {sizes[1]}"
             raise ValueError(f"{self.file(fused)}: tensor {fused} has shape {list(shape)}, {wanted}")
-        place, size = self._files.pop(fused), shape[axis] // count
+        place, size = self._files.pop(fused), 0 if shared else shape[axis] // count
         for number, (expert, part) in enumerate(itertools.product(range(shape[0]), projections)):
             name = f"{experts}.{expert}.{part}.{kind}"
             if name in self._files:
                 raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
             at = number % count
             rows = slice(at, None, count) if by_turns else slice(at * size, (at + 1) * size)
-            self._files[name], self._parts[name] = place, _Part(expert, rows, by_inputs)
+            self._files[name], self._parts[name] = place, _Part(expert, None if shared else rows, by_inputs)
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix == ".safetensors":
