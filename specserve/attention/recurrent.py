@@ -21,6 +21,7 @@ from specserve_kernels import (
     delta_prompts,
     fold_states,
     keep_last,
+    rms_norm,
     trace_back,
 )
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from specserve.kv.states import States
 from specserve.layers.batch import DeltaRule
 
-_EPS = 1e-6  # of the norms of queries and keys
+_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 @dataclass(slots=True)
@@ -74,10 +75,12 @@ class StatePass:
         states, runs, spec = self.states, self.runs, self.states.spec
         kept, inputs_RWC = Lagged(*(table[ask.layer] for table in states.kept)), states.inputs_LRWC[ask.layer]
         mixed_TC = convolve(ask.x_TC, inputs_RWC, ask.weight_CK, runs)
-        query_TI, key_TI, value_TI = mixed_TC.split(spec.parts, -1)
+        *both, value_TI = mixed_TC.split(spec.parts, -1)
         query_TJD, key_TJD = (
-            _normed(each.unflatten(-1, (spec.key_heads, -1)), scale)
-            for each, scale in ((query_TI, spec.key_size**-0.5), (key_TI, 1.0))
+            rms_norm(each.reshape(-1, spec.key_size), scale_D, _EPS / spec.key_size).view(
+                -1, spec.key_heads, spec.key_size
+            )
+            for each, scale_D in zip(both, states.scales, strict=True)
         )
         value_TVU = value_TI.unflatten(-1, (spec.value_heads, -1))
         inputs = DeltaInputs(query_TJD, key_TJD, value_TVU, ask.beta_TV, ask.decay_TV)
@@ -107,10 +110,3 @@ class StatePass:
         tables = *kept[1:], self.states.inputs_LRWC
         for table, sources in zip(tables, zip(*self.left, strict=True), strict=True):
             keep_last(table, torch.stack(sources), *where)
-
-
-def _normed(x_TJD: Tensor, scale: float) -> Tensor:
-    """Return heads of length ``scale``, computed in float32 or wider."""
-    wide_TJD = x_TJD.to(torch.promote_types(x_TJD.dtype, torch.float32))
-    root = (wide_TJD.square().sum(-1, keepdim=True) + _EPS).rsqrt()
-    return (wide_TJD * root * scale).to(x_TJD.dtype)

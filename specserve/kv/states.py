@@ -19,8 +19,9 @@ LEAST_SIZE = 16  # of a key on a GPU
 
 
 class States:
-    """The tables of all layers, which have one geometry. The last row is padding's. Raises ValueError for keys that the
-    kernel does not serve."""
+    """The tables of all layers, which have one geometry. The last row is padding's. ``scales``: weights of the norms of
+    queries, which are ``1 / sqrt(D)`` long, and of keys, which are 1. Raises ValueError for keys that the kernel does
+    not serve."""
 
     def __init__(
         self, layers: Sequence[DeltaState], rows: int, dtype: torch.dtype, device: torch.device
@@ -39,6 +40,8 @@ class States:
             zeros((count, rows, 2 * BLOCK, *value), dtype, device),
             zeros((count, rows, 2 * BLOCK, spec.value_heads), wide, device),
         )
+        lengths = 1 / size, size**-0.5
+        self.scales = [torch.full((size,), each, dtype=wide, device=device) for each in lengths]
         self.inputs_LRWC = zeros((count, rows, spec.width - 1, sum(spec.parts)), dtype, device)
 
     @property

@@ -321,7 +321,8 @@ def draft_config(target: dict[str, Any], inner: int, heads: int, kv_heads: int) 
 
 
 def make_qwen3_5(path: Path, *, state_size: int = 8, **options: Any) -> Path:
-    """Two gated delta nets, and between them attention with a gate. Norms but the delta nets' are stored minus 1."""
+    """Two gated delta nets, which remember for long, and between them attention with a gate. Norms but the delta nets'
+    are stored minus 1."""
     state, config = load_checkpoint(make_qwen3(path, **{"layers": 3, "head_dim": 16, **options}))
     keys, values, size, hidden, draws = 2, 4, state_size, config["hidden_size"], Draws(6)
     config |= {
@@ -341,7 +342,7 @@ def make_qwen3_5(path: Path, *, state_size: int = 8, **options: Any) -> Path:
         for name, count in rows.items():
             state[f"{module}.in_proj_{name}.weight"] = draws.matrix(count, hidden, 0.2)
         state[f"{module}.conv1d.weight"] = draws.matrix(rows["qkv"], 4, 0.5)[:, None]
-        state[f"{module}.A_log"], state[f"{module}.dt_bias"] = draws.matrix(2, values, 1.0)
+        state[f"{module}.A_log"], state[f"{module}.dt_bias"] = draws.matrix(2, values, 0.5) - 3
         state[f"{module}.norm.weight"] = 1 + draws.matrix(1, size, 0.2)[0]
         state[f"{module}.out_proj.weight"] = draws.matrix(hidden, values * size, scale)
     queries = state["model.layers.1.self_attn.q_proj.weight"]

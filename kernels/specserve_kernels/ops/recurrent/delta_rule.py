@@ -195,9 +195,9 @@ def _fold_kernel(
 ):
     wait_for_inputs(OVERLAP)
     layer, b, v = tl.program_id(0) // batch, tl.program_id(0) % batch, tl.program_id(1)
-    length = tl.load(length_ptr + b)
+    length, count = tl.load(length_ptr + b).to(tl.int32), tl.load(count_ptr + b).to(tl.int32)
     begin = _lag(length, BLOCK)
-    if _lag(length + tl.load(count_ptr + b), BLOCK) > begin:
+    if _lag(length + count, BLOCK) > begin:
         row = layer.to(tl.int64) * rows + tl.load(rows_ptr + b)
         index_D, channel_X = tl.arange(0, D), tl.program_id(2) * X + tl.arange(0, X)
         state_at = state_ptr + (row * V + v) * (D * U)
@@ -246,9 +246,9 @@ def _delta_kernel(
     STATE: tl.constexpr = state_ptr.dtype.element_ty
     b, v = tl.program_id(0), tl.program_id(1)
     j = v // (V // J)
-    first, end = tl.load(q_start + b), tl.load(q_start + b + 1)
+    first, end = tl.load(q_start + b).to(tl.int32), tl.load(q_start + b + 1).to(tl.int32)
     if end > first:
-        row, length = tl.load(rows_ptr + b).to(tl.int64), tl.load(length_ptr + b)
+        row, length = tl.load(rows_ptr + b).to(tl.int64), tl.load(length_ptr + b).to(tl.int32)
         kept_key += row * (E * J * D)
         kept_value += row * (E * V * U)
         kept_decay += row * (E * V)
@@ -271,7 +271,7 @@ def _delta_kernel(
             local_N = tile - skipped + index_N
             live_N = (local_N >= 0) & (first + local_N < end)
             token_N = tl.where(live_N, first + local_N, first).to(tl.int64)
-            position_N = tl.load(position_ptr + token_N)
+            position_N = tl.load(position_ptr + token_N).to(tl.int32)
             if PROMPTS:
                 at = length - skipped + tile
                 if _lag(at, BLOCK) > begin:
@@ -309,7 +309,7 @@ def _delta_kernel(
                     own_C, there_C = token_C >= first, token_C < end
                 token_C = tl.where(own_C & there_C, token_C, first).to(tl.int64)
                 if in_tree:
-                    position_C = tl.load(position_ptr + token_C)
+                    position_C = tl.load(position_ptr + token_C).to(tl.int32)
                 place_C = position_C % E
                 key_C = tl.where(own_C, key + (token_C * J + j) * D, kept_key + (place_C * J + j) * D)
                 key_CD = tl.load(key_C[:, None] + index_D[None, :], mask=there_C[:, None], other=0.0)
