@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.constraints.schemas import no_json
 from specserve.core import FieldError
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text, explain, fault
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault, validated
 
 MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # text parts and tool calls of a conversation
@@ -216,10 +216,7 @@ class _Messages(BaseModel):
 def plain(messages: object) -> list[dict[str, Any]]:
     """Return OpenAI's messages for chat templates. Raises FieldError for anything that would be lost or misread."""
     given = list(messages) if isinstance(messages, tuple) else messages
-    try:
-        return [message.plain() for message in _Messages(messages=given).messages]  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise explain(error.errors(include_url=False)) from None
+    return [message.plain() for message in validated(_Messages, {"messages": given}).messages]
 
 
 def in_order(messages: Conversation) -> Conversation:

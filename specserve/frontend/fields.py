@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from specserve.core import FieldError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # stops at the first invalid element
 UNKNOWN: ContextVar[Callable[[str], object] | None] = ContextVar("unknown", default=None)
 """Takes the names of unknown fields, in place of refusing them."""
@@ -167,6 +168,14 @@ def fault(kind: str, words: str, field: str) -> PydanticCustomError:
 def excerpt(text: str) -> str:
     """Return the beginning of a caller's text for an error message, with half surrogate pairs escaped."""
     return text[:80].encode(errors="backslashreplace").decode()
+
+
+def validated(model: type[M], given: object) -> M:
+    """Return the model of what is given. Raises FieldError naming the first invalid field."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False)) from None
 
 
 def explain(errors: Sequence[Any]) -> FieldError:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from specserve.constraints.calls import Function, calls_grammar
 from specserve.constraints.marks import Marks
 from specserve.core import FieldError
 from specserve.frontend.conversation import json_object
-from specserve.frontend.fields import ByType, ListOf, Strict, Text, explain
+from specserve.frontend.fields import ByType, ListOf, Strict, Text, validated
 from specserve.frontend.parsers.registry import Format
 
 MAX_TOOLS = 1024
@@ -110,10 +110,7 @@ class Calls:
     def read(cls, tools: object, choice: object, parallel: object) -> Calls:
         """Check OpenAI's fields, given in Python. Raises FieldError naming the invalid one."""
         fields = {"tools": tools or [], "tool_choice": choice, "parallel_tool_calls": parallel}
-        try:
-            offer = _Offer.model_validate(fields)
-        except ValidationError as error:
-            raise explain(error.errors(include_url=False)) from None
+        offer = validated(_Offer, fields)
         return cls.of(offer.tools, offer.tool_choice, offer.parallel_tool_calls)
 
     @property

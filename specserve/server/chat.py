@@ -264,7 +264,7 @@ class _ChatWriter(Writer):
             if delta.finish_reason:
                 reason = self._reason(self.generation.answers[index])
                 yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason))
-        if self._include_usage:
+        if self._asked.include_usage:
             yield ChatCompletionChunk(**self._head, choices=[], usage=self.usage())
 
     def _reason(self, answer: Answer) -> ChatReason:
@@ -276,7 +276,7 @@ class _ChatWriter(Writer):
         """Yield the deltas of one engine message. The first one carries its logprobs, token ids and runs."""
         found = deltas.of(delta.events)
         has_ids = self._with_ids and delta.token_ids
-        if not found and (delta.logprobs or has_ids or (delta.pieces and self._streams_runs)):
+        if not found and (delta.logprobs or has_ids or (delta.pieces and self._asked.streams_runs)):
             found = [ChatDelta("")]
         for number, each in enumerate(found):
             choice = ChatChunkChoice(index, each)

@@ -209,7 +209,7 @@ class _CompletionWriter(Writer):
                 choice = self._piece(index, scores[index], delta)
                 choice.speculation = self._runs(delta)
                 yield self._chunk(choice)
-        if self._include_usage:
+        if self._asked.include_usage:
             yield Completion(**self._head, choices=[], usage=self.usage())
 
     def _piece(
@@ -253,14 +253,11 @@ class _CompletionWriter(Writer):
     async def _prompt_logprobs(self, index: int) -> schema.CompletionLogprobs | None:
         """Return the formatted logprobs of an echoed prompt. They are formatted once for all choices, in a thread,
         because a long prompt takes long."""
-        if self._scored and index not in self._written:
-            self._written[index] = await asyncio.to_thread(self._write_prompt_logprobs, index)
+        scores, prompt = self._scores_of(index), self._prompts[index]
+        if self._scored and scores is not None and index not in self._written:
+            given = prompt.text, prompt.tokens, self._answers(index)[0].prompt_logprobs
+            self._written[index] = await asyncio.to_thread(scores.prompt, *given)
         return self._written.get(index)
-
-    def _write_prompt_logprobs(self, index: int) -> schema.CompletionLogprobs:
-        prompt, scores = self._prompts[index], self._scores_of(index)
-        assert scores is not None
-        return scores.prompt(prompt.text, prompt.tokens, self._answers(index)[0].prompt_logprobs)
 
     def _answers(self, prompt: int) -> list[Answer]:
         count = self._request.candidates

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from specserve.core import FieldError
-from specserve.frontend.fields import explain
+from specserve.frontend.fields import validated
 from specserve.frontend.generation import Job
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
 from specserve.server.chat import ChatRequest, W, begin
@@ -71,10 +69,7 @@ class Translation:
         """Return the chat. Raises FieldError naming the caller's field."""
         given = {name: value for name, value in self.fields.items() if value is not None}
         with self.named():
-            try:
-                return ChatRequest.model_validate({**given, "messages": self.messages})
-            except ValidationError as error:
-                raise explain(error.errors(include_url=False)) from None
+            return validated(ChatRequest, {**given, "messages": self.messages})
 
 
 @dataclass

@@ -70,14 +70,8 @@ class Writer(ABC):
             "model": request.model,
             "system_fingerprint": front.engine.ready and front.engine.ready.info.system_fingerprint,
         }
-        self._include_usage = request.include_usage
-        self._continuous_usage = request.continuous_usage
-        self._return_speculation = request.return_speculation
-        self._prompt_top = request.prompt_logprobs
-        self._return_prompt_ids = bool(request.return_token_ids)
-        self._with_ids = self._return_prompt_ids or front.tokenizing.tokenizer is None
-        self._streams = request.stream
-        self._streams_runs = request.streams_runs
+        self._asked = request
+        self._with_ids = request.return_token_ids or front.tokenizing.tokenizer is None
         WRITERS.get([]).append(self)
 
     def summary(self) -> str:
@@ -86,7 +80,7 @@ class Writer(ABC):
         speculation, first = _speculation(answers), self.generation.first_token
         return ", ".join(
             [
-                f"model {self._head['model']}" + (", streamed" if self._streams else ""),
+                f"model {self._head['model']}" + (", streamed" if self._asked.stream else ""),
                 f"{usage.prompt_tokens} prompt tokens, {usage.prompt_tokens_details.cached_tokens} cached",
                 f"{usage.completion_tokens} tokens",
                 *([] if first is None else [f"first after {first:.3f} s"]),
@@ -120,7 +114,7 @@ class Writer(ABC):
 
     async def respond(self) -> Response:
         """Return the answer, after the jobs were submitted. Cancelling it aborts the jobs that have not ended."""
-        if self._streams:
+        if self._asked.stream:
             return await _EventStream.begun(self)
         try:
             await self.generation.run()
@@ -142,10 +136,10 @@ class Writer(ABC):
 
     async def _prompt_scores(self, index: int) -> PromptLogprobs | UnsetType:
         """Return the log-probabilities of a choice's prompt, if they were asked for. A long prompt takes long."""
-        if self._prompt_top is None:
+        if self._asked.prompt_logprobs is None:
             return UNSET
         found, tokenizer = self.generation.answers[index].prompt_logprobs, self._front.tokenizing.tokenizer
-        return await asyncio.to_thread(prompt_logprobs, found, self._prompt_top, tokenizer)
+        return await asyncio.to_thread(prompt_logprobs, found, self._asked.prompt_logprobs, tokenizer)
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         """Return token ids, if they were asked for or there is no text."""
@@ -153,11 +147,11 @@ class Writer(ABC):
 
     def _prompt_ids(self, index: int) -> list[int] | UnsetType:
         """Return the token ids of a choice's prompt, if they were asked for."""
-        return list(self.generation.jobs[index].prompt) if self._return_prompt_ids else UNSET
+        return list(self.generation.jobs[index].prompt) if self._asked.return_token_ids else UNSET
 
     def _runs(self, delta: Delta) -> Runs | UnsetType:
         """Return which tokens of a chunk came from which step, if asked for."""
-        if not self._streams_runs:
+        if not self._asked.streams_runs:
             return UNSET
         return Runs(delta.runs, UNSET if delta.pieces is None else delta.pieces)
 
@@ -169,8 +163,8 @@ class Writer(ABC):
 
     def _usage_of_chunk(self, index: int) -> Usage | UnsetType | None:
         """Return the ``usage`` of a choice's chunk: the choice's tokens so far, if continuous usage was asked for."""
-        if not self._continuous_usage:
-            return None if self._include_usage else UNSET
+        if not self._asked.continuous_usage:
+            return None if self._asked.include_usage else UNSET
         job, answer = self.generation.jobs[index], self.generation.answers[index]
         return self._counted([(job, answer)], [job], [answer])
 
@@ -186,7 +180,7 @@ class Writer(ABC):
             prompt + completion,
             CachedTokens(sum(answer.cached_tokens for _, answer in firsts)),
             _details(jobs, answers),
-            _speculation(answers) if self._return_speculation else UNSET,
+            _speculation(answers) if self._asked.return_speculation else UNSET,
         )
 
 

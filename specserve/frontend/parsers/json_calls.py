@@ -21,6 +21,7 @@ from specserve.frontend.parsers.objects import MEMBER, ObjectCallParser
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HERMES = Frame("GAP call", open=OPEN, close=CLOSE, key="arguments")
 MISTRAL, ARGS = "[TOOL_CALLS]", "[ARGS]"
+SEVERAL = "call (GAP again call)*"
 
 
 def _named(
@@ -29,16 +30,9 @@ def _named(
     """Return a form of calls with the name before the arguments. ``marks``: before all calls, before one, between name
     and arguments (unless ``begin`` is), after a call, after all."""
     calls, call, between, call_end, calls_end = marks
+    begin, end = begin or between, end + call_end
     return Frame(
-        "call",
-        "call (GAP again call)*",
-        outer=calls,
-        open=call,
-        close=calls_end,
-        prefix=prefix,
-        numbered=numbered,
-        begin=begin or between,
-        end=end + call_end,
+        "call", SEVERAL, calls, call, calls_end, prefix=prefix, numbered=numbered, begin=begin, end=end
     )
 
 

@@ -45,16 +45,10 @@ class Format:
         return all(sign in template for sign in self.signs)
 
 
-def _named(name: str, frame: Frame, marks: tuple[str, ...], *signs: str) -> Format:
-    """Return a format whose calls have the name before JSON."""
-    parser = partial(json_calls.NamedCallParser, frame=frame)
-    return Format(name, parser, (*frame.opens, *signs), marks, lambda _: frame)
-
-
-def _texts(name: str, frame: Frame, marks: tuple[str, ...], *signs: str) -> Format:
-    """Return a format whose arguments are texts."""
-    parser = partial(text_calls.TextCallParser, frame=frame)
-    return Format(name, parser, signs, marks, lambda _: frame)
+def _framed(name: str, frame: Frame, marks: tuple[str, ...], *signs: str) -> Format:
+    """Return a format whose parser reads what the frame describes."""
+    parser = partial(text_calls.TextCallParser if frame.text else json_calls.NamedCallParser, frame=frame)
+    return Format(name, parser, signs or marks, marks, lambda _: frame)
 
 
 _MARKS = json_calls.OPEN, json_calls.CLOSE
@@ -80,17 +74,18 @@ _PYTHONIC = Format(
 )
 _OF_GEMMA = gemma4.OPEN, gemma4.CLOSE
 _GEMMA4 = Format("gemma4", gemma4.Gemma4Parser, _OF_GEMMA, (*_OF_GEMMA, gemma4.QUOTE), lambda _: gemma4.FRAME)
-_QWEN3_CODER = _texts(
-    "qwen3_coder", text_calls.QWEN3_CODER, _HERMES.marks, *_HERMES.signs, "<function=", "<parameter="
+_QWEN3_CODER = _framed(
+    "qwen3_coder", text_calls.QWEN3_CODER, _MARKS, *_MARKS, text_calls.QWEN3_CODER.open, "<parameter="
 )
-_GLM45 = _texts("glm45", text_calls.GLM45, text_calls.GLM_MARKS, *text_calls.GLM_MARKS)
-_MINIMAX_M2 = _texts("minimax_m2", text_calls.MINIMAX_M2, text_calls.MINIMAX_MARKS, *text_calls.MINIMAX_MARKS)
+_GLM45 = _framed("glm45", text_calls.GLM45, text_calls.GLM_MARKS)
+_MINIMAX_M2 = _framed("minimax_m2", text_calls.MINIMAX_M2, text_calls.MINIMAX_MARKS)
 _DSML = (text_calls.DSML,)
-_DEEPSEEK_V4 = _texts("deepseek_v4", text_calls.DEEPSEEK_V4, _DSML, *_DSML, "tool_calls")
-_DEEPSEEK_V32 = _texts("deepseek_v32", text_calls.DEEPSEEK_V32, _DSML, *_DEEPSEEK_V4.signs, "function_calls")
-_DEEPSEEK_V31 = _named("deepseek_v31", json_calls.DEEPSEEK_V31, json_calls.DEEPSEEK_MARKS)
-_DEEPSEEK_V3 = _named("deepseek_v3", json_calls.DEEPSEEK_V3, json_calls.DEEPSEEK_MARKS, "```json")
-_KIMI_K2 = _named("kimi_k2", json_calls.KIMI_K2, json_calls.KIMI_MARKS)
+_DEEPSEEK_V4 = _framed("deepseek_v4", text_calls.DEEPSEEK_V4, _DSML, *_DSML, "tool_calls")
+_DEEPSEEK_V32 = _framed("deepseek_v32", text_calls.DEEPSEEK_V32, _DSML, *_DEEPSEEK_V4.signs, "function_calls")
+_OF_DEEPSEEK, _OF_KIMI = json_calls.DEEPSEEK_MARKS, json_calls.KIMI_MARKS
+_DEEPSEEK_V31 = _framed("deepseek_v31", json_calls.DEEPSEEK_V31, _OF_DEEPSEEK, *_OF_DEEPSEEK[:2])
+_DEEPSEEK_V3 = _framed("deepseek_v3", json_calls.DEEPSEEK_V3, _OF_DEEPSEEK, *_OF_DEEPSEEK[:2], "```json")
+_KIMI_K2 = _framed("kimi_k2", json_calls.KIMI_K2, _OF_KIMI, *_OF_KIMI[:2])
 HARMONY = Format(
     "gpt-oss",
     lambda functions: harmony.HarmonyParser(functions, separate=False),

@@ -28,7 +28,7 @@ from specserve.frontend.parsers.base import (
     call,
     space_after,
 )
-from specserve.frontend.parsers.json_calls import CLOSE, OPEN
+from specserve.frontend.parsers.json_calls import CLOSE, OPEN, SEVERAL
 from specserve.frontend.parsers.objects import BROKEN, Scanner
 
 QWEN3_CODER = Frame(
@@ -46,15 +46,9 @@ GLM45 = Frame("call", open=OPEN, text=TextMarks(GLM_MARKS[2], GLM_MARKS[3:5], GL
 def _invoking(calls: str, own: str = "") -> Frame:
     """Return a form with the mark ``calls`` around calls. ``own``: what all other marks begin with; they tell types."""
     named, typed = ('" string="true">', '" string="false">') if own else ('">', "")
-    return Frame(
-        "call",
-        "call (GAP again call)*",
-        outer=f"<{calls}>",
-        open=f'<{own}invoke name="',
-        begin='">',
-        close=f"</{calls}>",
-        text=TextMarks(f'<{own}parameter name="', (named,), f"</{own}parameter>", f"</{own}invoke>", typed),
-    )
+    text = TextMarks(f'<{own}parameter name="', (named,), f"</{own}parameter>", f"</{own}invoke>", typed)
+    marks = f"<{calls}>", f'<{own}invoke name="', f"</{calls}>"
+    return Frame("call", SEVERAL, *marks, begin='">', text=text)
 
 
 MINIMAX_M2 = _invoking("minimax:tool_call")
