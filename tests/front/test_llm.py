@@ -44,6 +44,7 @@ MODEL_CONFIG = SimpleNamespace(
     vocab_size=VOCAB,
     eos_token_ids=(EOS,),
     weights=PLAIN,
+    most_levels=None,
     notes=(),
 )
 
