@@ -1,7 +1,8 @@
 """Time of the Triton attention kernels against the time their cache reads take at the device's bandwidth.
 
 ``python kernels/bench/attention.py [--sweep] [--only TEXT] [--kv bfloat16 fp8_e4m3]`` on a machine with a GPU. Layers
-with a window, as Gemma 3 12B's: ``--heads 16 8 256 --window 1024 --length 512 16384``. Kernels
+with a window, as Gemma 3 12B's: ``--heads 16 8 256 --window 1024 --length 512 16384``. Latents, as DeepSeek-V3's, which
+have no heads of their own: ``--heads 128 0 576``. Kernels
 are replayed in a CUDA graph over several caches, together larger than the second cache, as a model's layers are; a
 prefill's own keys and values are the same ones each time. Prefill is of the last n of a prompt's positions. ``--sweep``
 tries other ways to cut the work; ``--kv`` says what the cache holds. FlashInfer's masked prefill kernel (FA2) stands
@@ -26,12 +27,13 @@ from specserve_kernels.ops.attention import prefill
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.attention.paths import list_paths
-from specserve_kernels.ops.device import limits_of
+from specserve_kernels.ops.device import limits_of, next_power_of_2
 from torch import Tensor
 
 PEAK = 4.23e12  # bytes a second, read on an H200 of this project
 L2_BYTES = 60e6
 PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
+LATENT = 0  # numbers of a latent's row that are its value, too
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 KV = {"bfloat16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn}
 
@@ -85,7 +87,7 @@ class Shape:
     def kv_bytes(self) -> float:
         own = 0 if self.kind == "prefill" else self.nodes * max(1, self.entries)
         seen = [self.seen(length) for length in self.lengths]
-        return 2.0 * (sum(seen) + self.slots * own) * KV_HEADS * HEAD_DIM * self.kv.itemsize
+        return 1.0 * (sum(seen) + self.slots * own) * (2 * KV_HEADS or 1) * HEAD_DIM * self.kv.itemsize
 
     def seen(self, length: int) -> int:
         """Positions before a slot's nodes, or of its prompt, that some row sees."""
@@ -99,6 +101,7 @@ class Shape:
 
 
 SHAPES = [
+    Shape("decode", 32, 1, 4096),
     Shape("verify", 32, 8, 4096),
     Shape("verify", 64, 8, 4096),
     Shape("verify", 32, 8, 640),
@@ -156,9 +159,9 @@ class Inputs:
         own = (shape.most or shape.nodes) * max(1, shape.entries)
         used = [-(-(length + own) // PAGE) for length in shape.lengths]
         pages = sum(used) + 1
+        rows = (1, PAGE) if LATENT else (2, PAGE, KV_HEADS)
         caches = [
-            torch.randn(pages, 2, PAGE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE).to(shape.kv)
-            for _ in range(count)
+            torch.randn(pages, *rows, HEAD_DIM, dtype=DTYPE, device=DEVICE).to(shape.kv) for _ in range(count)
         ]
         pages_BM = torch.zeros(shape.slots, shape.pages, dtype=torch.int64, device=DEVICE)
         shuffled = (1 + torch.randperm(pages - 1, device=DEVICE)).split(used)
@@ -166,7 +169,7 @@ class Inputs:
             pages_BM[slot, : len(numbers)] = numbers
         total = shape.slots * shape.nodes
         qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-        if shape.kind == "prefill":  # next to the queries stands what the first cache holds
+        if shape.kind == "prefill" and not LATENT:  # next to the queries stands what the first cache holds
             local = torch.arange(shape.length - shape.nodes, shape.length, device=DEVICE)
             stored = caches[0][pages_BM[:, local // PAGE], :, local % PAGE]
             qkv_TND[:, HEADS:] = stored.view(total, 2 * KV_HEADS, HEAD_DIM).to(DTYPE)
@@ -192,8 +195,8 @@ def ours(shape: Shape, x: Inputs) -> Run:
         start = shape.length - shape.nodes
         positions_T = torch.arange(start, shape.length, device=DEVICE).repeat(shape.slots)
         return lambda cache: prefill.attend_chunks(
-            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, start > 0, shape.scales,
-            window=shape.window,
+            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, None if LATENT else x.kv_TND, start > 0,
+            shape.scales, window=shape.window, latent=LATENT,
         )  # fmt: skip
     work = Workspace()
     if shape.kind == "draft":
@@ -201,14 +204,16 @@ def ours(shape: Shape, x: Inputs) -> Run:
         level_A = torch.arange(shape.entries, device=DEVICE) * shape.nodes
         scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
         return lambda cache: attend_frontier(
-            x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales, window=shape.window
-        )
+            x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales, window=shape.window,
+            latent=LATENT,
+        )  # fmt: skip
     mask_T, depth_T = masks(shape)
     most, paths = shape.most or shape.nodes, None
     if shape.kind == "tree":
         paths = list_paths(mask_T, x.q_start, x.length_B, int(depth_T.max()), most)
     where = x.pages_BM, x.length_B, x.q_start, paths, most
-    return lambda cache: attend_nodes(x.q_TND, cache, *where, work, shape.scales, window=shape.window)
+    how: dict[str, Any] = {"window": shape.window, "latent": LATENT}
+    return lambda cache: attend_nodes(x.q_TND, cache, *where, work, shape.scales, **how)
 
 
 def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
@@ -217,7 +222,15 @@ def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
         import flashinfer
     except ImportError:
         return None
-    if shape.scales or shape.kind == "draft" or shape.last or shape.room or shape.most or shape.window:
+    if (
+        shape.scales
+        or shape.kind == "draft"
+        or shape.last
+        or shape.room
+        or shape.most
+        or shape.window
+        or LATENT
+    ):
         return None
     wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
@@ -271,10 +284,10 @@ def report(
 ) -> None:
     floor = shape.kv_bytes / PEAK * 1e6
     line = f"{shape!s:46} {us:8.1f} us  floor {floor:7.1f}  {shape.kv_bytes / us / 1e6:5.2f} TB/s {floor / us:5.2f}"
-    if shape.kind == "prefill":
-        ends = range(shape.length - shape.nodes + 1, shape.length + 1)
-        pairs = sum(min(end, shape.window or end) for end in ends)
-        flops = 4.0 * shape.slots * HEADS * HEAD_DIM * pairs
+    if shape.kind == "prefill" or LATENT:
+        last = shape.length + (0 if shape.kind == "prefill" else shape.nodes)
+        pairs = sum(min(end, shape.window or end) for end in range(last - shape.nodes + 1, last + 1))
+        flops = 2.0 * shape.slots * HEADS * (HEAD_DIM + (LATENT or HEAD_DIM)) * pairs
         line += f"  {flops / us / 1e6:5.0f} TFLOP/s"
     if other is not None:
         line += f"  FlashInfer {other:8.1f} us, difference {error:.4f}"
@@ -317,14 +330,15 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     chosen = LaunchPlan.of(
         shape.slots,
         shape.most or shape.nodes,
-        HEADS // KV_HEADS,
-        KV_HEADS,
+        HEADS // (KV_HEADS or 1),
+        KV_HEADS or 1,
         row_bytes,
         *limits,
         positions=shape.pages * PAGE,
         window=shape.window,
+        latent=LATENT > 0,
     )
-    need = (shape.most or shape.nodes) * HEADS // KV_HEADS
+    need = (shape.most or shape.nodes) * HEADS // (KV_HEADS or 1)
     for rows, block, warps, stages in product(rows_tried, BLOCKS, WARPS, STAGES):
         tiles = -(-need // rows)
         plan = chosen._replace(rows=rows, tiles=tiles, block=block, warps=warps, stages=stages)
@@ -336,7 +350,7 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    global HEADS, KV_HEADS, HEAD_DIM
+    global HEADS, KV_HEADS, HEAD_DIM, LATENT
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", nargs="+", default=[""], help="shapes whose name holds one of these")
@@ -348,6 +362,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="+", help="of all slots, instead of each shape's")
     arguments = parser.parse_args()
     HEADS, KV_HEADS, HEAD_DIM = arguments.heads
+    LATENT = 0 if KV_HEADS else next_power_of_2(HEAD_DIM) // 2
     print(
         f"{torch.cuda.get_device_name()}, queries {DTYPE}, Hq {HEADS}, Hk {KV_HEADS}, D {HEAD_DIM}, page {PAGE}"
     )

@@ -2,8 +2,8 @@
 
 Keys and values of heads are products of a normalized latent. They are never computed: a query is multiplied by its
 head's part of the keys' weight (it is *absorbed*), attends to latents, and what it finds is multiplied by the values'
-part. Prompts do the same, though for them keys and values would take fewer multiplications: rounded otherwise, they
-would make a text depend on what was cached or computed in one piece.
+part. Prompts do the same, though for them keys and values would take fewer multiplications, of DeepSeek-V3's heads 320
+a key instead of 1,088: rounded otherwise, they would make a text depend on what was cached or computed in one piece.
 
 Shapes: T tokens, N heads, I inputs, C size of a latent, X of a latent and a rotated key, V size of a value.
 """
@@ -37,6 +37,7 @@ class LatentAttention(nn.Module):
         queries = heads * (self.latent.key_size + config.head_dim)
         first = {"q_proj": queries} if query_rank is None else {"q_a_proj": query_rank}
         row = {"kv_a_proj_with_mqa": rank + config.head_dim}
+        self._row_from = int(sum(first.values()))
         self.qkv_proj = new(name, config.input_size, first | row, bias=False)
         if query_rank is not None:
             self.q_a_layernorm = norm(query_rank, EPS)
@@ -56,9 +57,9 @@ class LatentAttention(nn.Module):
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return all rows, or only ``wanted_W``; latents are stored for all."""
-        latent, heads, size = self.latent, self.config.num_heads, self.config.head_dim
+        latent, heads = self.latent, self.config.num_heads
         made_TO: Tensor = self.qkv_proj(x_TI)
-        query_TO, row_TX = made_TO.split([made_TO.shape[1] - latent.rank - size, latent.rank + size], -1)
+        query_TO, row_TX = made_TO.tensor_split([self._row_from], -1)
         if latent.query_rank is not None:
             query_TO = self.q_b_proj(self.q_a_layernorm(query_TO))
         weight_OC, _ = self.kv_b_proj.rows(None)
@@ -75,8 +76,7 @@ class LatentAttention(nn.Module):
 
     def project_kv(self, x_TI: Tensor | Rounded) -> LatentRows:
         """Return only what is stored."""
-        size = self.latent.rank + self.config.head_dim
-        return self._rows(self.qkv_proj.outputs_from(sum(self.qkv_proj.parts.values()) - size, x_TI))
+        return self._rows(self.qkv_proj.outputs_from(self._row_from, x_TI))
 
     def _rows(self, row_TX: Tensor) -> LatentRows:
         return LatentRows(row_TX, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)

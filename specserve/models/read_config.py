@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
+from specserve.methods import OWN_HEADS_COUNT
 from specserve.models.config import (
     COUNT,
     NUMBER,
@@ -126,8 +128,9 @@ def _weights(config: ModelConfig, fields: Mapping[str, Any], path: Path) -> Weig
     try:
         model = model_class(config.architecture, path)
         if config.random is not None:
+            own = config.layers[-1:] if fields.get(OWN_HEADS_COUNT) else ()  # the draft's layer
             with torch.device("meta"):
-                return random_format(given, model(config, 1))
+                return random_format(given, model(replace(config, layers=(*config.layers, *own)), 1))
         found = TensorFiles(path.parent).dtypes().items()
         return read_format(given, {name: dtype for name, dtype in found if not name.startswith(model.beside)})
     except ValueError as error:

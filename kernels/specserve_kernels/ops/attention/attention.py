@@ -282,18 +282,20 @@ class Workspace:
 
     def of(
         self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool, window: int | None,
-        latent: int,
+        latent: int, converted: bool,
     ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:  # fmt: skip
         """Return the launch plan, the buffers of sums, and arrival counters. ``positions``: of a slot's table;
         ``tree``: paths are gathered."""
         key = (*q_TND.shape, kv_heads, window)
         if key not in self._made:
-            self._made[key] = self._make(q_TND, kv_heads, slots, nodes, positions, tree, window, latent)
+            self._made[key] = self._make(
+                q_TND, kv_heads, slots, nodes, positions, tree, window, latent, converted
+            )
         return self._made[key]
 
     def _make(
         self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int, tree: bool, window: int | None,
-        latent: int,
+        latent: int, converted: bool,
     ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:  # fmt: skip
         _, heads, size = q_TND.shape
         plan = LaunchPlan.of(
@@ -308,6 +310,7 @@ class Workspace:
             window=window,
             wide=q_TND.dtype == torch.float32,
             latent=latent > 0,
+            converted=converted,
         )
         sums = (
             torch.empty(plan.most * kv_heads * plan.rows, columns, dtype=torch.float32, device=q_TND.device)
@@ -431,7 +434,9 @@ def _launch(
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, 1 if latent else cache.shape[3]
     assert window is None or window >= LEAST_WINDOW
     tree, positions = tail in ("tree", "listed"), pages_BM.shape[1] * cache.shape[2]
-    plan, sums = workspace.of(q_TND, kv_heads, slots, nodes, positions, tree, window, latent)
+    plan, sums = workspace.of(
+        q_TND, kv_heads, slots, nodes, positions, tree, window, latent, scales is not None
+    )
     out = q_TND.new_empty(total, heads, latent or size)
     rest = (length_B if x is None else x for x in (q_start, seen, mask_T, pack_TC))
     group = heads // kv_heads

@@ -40,10 +40,11 @@ class LaunchPlan(NamedTuple):
         tree: bool = False,
         window: int | None = None,
         latent: bool = False,
+        converted: bool = False,
     ) -> LaunchPlan:
         """Choose the plan. ``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``:
         paths are gathered. ``window``: how many positions a row sees, None: all. ``latent``: keys are values, too, and
-        loaded once. Measured on an H100 by
+        loaded once; ``converted``: from FP8, for which more rows leave no registers. Measured on an H100 by
         ``kernels/bench/attention.py --sweep``; for heads of more than 128 the registers were counted. Rows of more
         than 256, and 64 rows of more than 128, are held by twice as many warps, and a multiprocessor has room for one
         such program, for two of 64 rows of up to 128 or of fewer of more, and for three of others."""
@@ -53,7 +54,9 @@ class LaunchPlan(NamedTuple):
             positions, far = min(positions, window + nodes), NEAR
         units = min(-(-positions // NEAR), far // NEAR + -(-positions // far)) + 1
         few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors
-        rows = 16 if need <= 16 or few else 32 if need <= 32 or row_bytes > 512 else 64
+        rows = (
+            16 if need <= 16 or few or (latent and converted) else 32 if need <= 32 or row_bytes > 512 else 64
+        )
         large = size * rows > 128 * 64 or size > 256
         fill = max(1, (1 if large else 2 if rows == 64 or size > 128 else 3) * processors // kv_heads)
         warps = 8 if large or (tree and rows == 16 and need <= 32) else 4

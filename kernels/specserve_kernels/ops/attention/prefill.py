@@ -249,14 +249,16 @@ def _tile_of_own(wide: bool) -> Tile:
     return Tile(32, 32, 4, 2) if wide else Tile(64, 64, 4, 3)
 
 
-def choose_tile(row_bytes: int, wide: bool, shared_bytes: int, latent: bool = False) -> Tile:
+def choose_tile(
+    row_bytes: int, wide: bool, shared_bytes: int, latent: bool = False, converted: bool = False
+) -> Tile:
     """Return the tile for keys that are all read from pages; a smaller one if shared memory can't hold the queries and
-    two blocks of keys and values, which are the same if ``latent``."""
+    two blocks of keys and values, which are the same if ``latent``. ``converted``: as in ``LaunchPlan.of``."""
     large = row_bytes > (1024 if wide else 512)  # heads of more than 256
     if wide:
         rows, block = 32, max(16, min(32, 8192 // next_power_of_2(row_bytes)))
     else:
-        rows, block = (32 if large else 64), (64 if row_bytes <= 256 else 32)
+        rows, block = (16 if latent and converted else 32 if large else 64), (64 if row_bytes <= 256 else 32)
     while (rows + (2 if latent else 4) * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
         rows, block = max(16, rows // 2), max(16, block // 2)
     return Tile(rows, block, 8 if large or (not wide and rows * row_bytes > 64 * 256) else 4, 2)
@@ -300,7 +302,8 @@ def attend_chunks(
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
     else:
-        tile = choose_tile(row_bytes, wide, limits_of(q_TND.device).shared_bytes, latent > 0)
+        held = limits_of(q_TND.device).shared_bytes, latent > 0, scales is not None
+        tile = choose_tile(row_bytes, wide, *held)
     out, pack = q_TND.new_empty(tokens, heads, latent or size), heads if latent else 1
     kernel: Any = _prefill_kernel
     kernel[(heads // pack, -(-max_tokens * pack // tile.rows), len(pages_BM))](
