@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import log2, sqrt
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from specserve_kernels import FP8
@@ -21,6 +22,9 @@ from specserve.layers.formats.stored import ExcludedError, StoredProjection
 from specserve.layers.ranks import Cut, whole_of
 from specserve.layers.weights import Dtypes, Projection, WeightFormat
 from specserve.models.tensor_files import Header, TensorFiles
+
+if TYPE_CHECKING:
+    from specserve.models.base import TargetModel
 
 _CHUNK = 1 << 24  # numbers drawn at a time, which bounds the integers in memory
 _GOLDEN, _MIX = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # of SplitMix64
@@ -128,14 +132,15 @@ def _signed(word: int) -> int:
     return word - (word >> 63 << 64)
 
 
-def random_format(quantization_config: object, model: nn.Module) -> WeightFormat:
+def random_format(quantization_config: object, model: TargetModel) -> WeightFormat:
     """Return the format of a ``quantization_config`` without files: every projection of the model's layers is quantized
-    unless the config excludes it. Raises ValueError as ``read_format`` does."""
+    unless the config excludes it, and so is a layer after the last, which may draft. Raises ValueError as
+    ``read_format`` does."""
     with suppress(ValueError):
         return read_format(quantization_config, {})  # of the KV cache alone
     found: dict[str, torch.dtype | None] = {}
     for path, module in model.named_modules():
-        outside, _, name = path.rpartition(".")
+        outside, _, name = ".".join(model.renamed.get(part, part) for part in path.split(".")).rpartition(".")
         if not isinstance(module, Projection) or not outside:
             continue
         for part in module.parts or [name]:
@@ -143,4 +148,6 @@ def random_format(quantization_config: object, model: nn.Module) -> WeightFormat
             with suppress(ExcludedError):
                 read_format(quantization_config, tensors)
                 found |= tensors
+    last, after = (f"layers.{number}." for number in (model.config.num_layers - 1, model.config.num_layers))
+    found |= {name.replace(last, after): dtype for name, dtype in found.items() if name.startswith(last)}
     return read_format(quantization_config, found)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from specserve import SamplingParams
-from tests.engines import Checkpoints, Shape, answer_all
+from specserve.layers.formats.stored import StoredProjection
+from tests.engines import Checkpoints, Shape, answer_all, context_of
 from tests.reference.glm import make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.quantized import quantize
 from tests.speculation.methods import PROMPT, check_accepted, check_drafts, each_with_both, scheduler_of
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
+from tests.test_targets import change_config
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 SHAPES: list[Shape] = [(3, 1, 4), (3, 2, 7)]
@@ -66,8 +68,14 @@ def test_another_number_of_layers(number: int | None, tmp_path: Path) -> None:
 
 
 def test_random_weights(tmp_path: Path) -> None:
+    """The layer is quantized as those of the target are, shared experts as well."""
     target = make_glm(tmp_path / "target")
     (target / "model.safetensors").unlink()
+    change_config(target, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     scheduler = scheduler_of("NEXTN", target, target, SHAPES[0], load_format="dummy")
     (answer,) = answer_all(scheduler, [(PROMPT, PARAMS)])
     assert answer.usage.drafted
+    context = context_of(scheduler)
+    for mlp in (context.target.layers[-1].mlp, context.drafter.head.mlp):  # type: ignore[attr-defined]
+        for part in (mlp.experts, mlp.shared_expert):
+            assert isinstance(part.gate_up_proj, StoredProjection)
