@@ -58,6 +58,22 @@ def test_every_text_is_identical(
     assert not any(row.cached_tokens for row in report.rows)
 
 
+def test_states_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change texts, but drafts do not."""
+    monkeypatch.setattr(states, "BLOCK", 8)
+    path, (prompt,) = make_qwen3_5(tmp_path), prompts([25])
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+    given = {"mamba_ssm_dtype": "bfloat16", "dtype": "float64"}
+    work = [(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0))]
+    (drafted,) = answer_all(make_scheduler(path, speculative_algorithm="NGRAM", **shape, **given), work)
+    (plain,), (wide,) = (
+        answer_all(make_scheduler(path, **each), work) for each in (given, {"dtype": "float64"})
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.usage.drafted
+    assert [each.logprob for each in plain.logprobs] != [each.logprob for each in wide.logprobs]
+
+
 def test_what_states_do_not_allow(tmp_path: Path) -> None:
     target, steps = make_qwen3_5(tmp_path), states.BLOCK
     shape = {"speculative_num_steps": steps, "speculative_eagle_topk": 1}

@@ -44,6 +44,7 @@ class EngineConfig:
     mem_fraction_static: float
     attention_backend: str
     kv_cache_dtype: str
+    mamba_ssm_dtype: str
     largest_graph: int | None
     prefix_cache: bool
     disable_hybrid_kv_cache_manager: bool

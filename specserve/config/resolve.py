@@ -40,6 +40,7 @@ def resolve(
         _quantization,
         _attention,
         _kv_cache,
+        _states,
         _limits,
         _pool,
         _execution,
@@ -124,6 +125,12 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
     if backend == "triton" and (reason := _triton_refusal(model)):
         backend, why = "torch", reason
     return settings.choose("attention_backend", backend, why, notes)
+
+
+def _states(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
+    if settings.mamba_ssm_dtype == "auto" or model.states:
+        return settings
+    return settings.without(["mamba_ssm_dtype"], ": no layer keeps a state", notes)
 
 
 def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

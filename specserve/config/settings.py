@@ -220,6 +220,14 @@ class Settings:
             f"use {FP8_KV}"
         },
     )
+    mamba_ssm_dtype: str = engine(
+        "auto",
+        "Type of the states of layers that keep one instead of keys and values. bfloat16 takes half the memory, and "
+        "texts differ from those with float32, but not between drafts and none. auto: float32, float64 with it.",
+        choices=("auto", "float32", "bfloat16"),
+        synonyms={"bf16": "bfloat16"},
+        aliases=("mamba_ssm_cache_dtype",),
+    )
     max_running_requests: int | None = engine(
         None, "Maximum number of requests in a batch. Default: 16 on cpu, 256 on cuda.", low=1, high=MAX_SLOTS
     )

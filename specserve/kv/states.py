@@ -19,12 +19,18 @@ LEAST_SIZE = 16  # of a key on a GPU
 
 
 class States:
-    """The tables of all layers, which have one geometry. The last row is padding's. ``scales``: weights of the norms of
+    """The tables of all layers, which have one geometry. The last row is padding's. ``state_dtype``: of states alone,
+    None: float32 or wider. ``scales``: weights of the norms of
     queries, which are ``1 / sqrt(D)`` long, and of keys, which are 1. Raises ValueError for keys that the kernel does
     not serve."""
 
     def __init__(
-        self, layers: Sequence[DeltaState], rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[DeltaState],
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         assert len(set(layers)) == 1, "one geometry for all layers"
         self.spec = spec = layers[0]
@@ -35,7 +41,9 @@ class States:
             )
         key, value = (spec.key_heads, spec.key_size), (spec.value_heads, spec.value_size)
         self.kept = Lagged(
-            zeros((count, rows, spec.value_heads, spec.key_size, spec.value_size), wide, device),
+            zeros(
+                (count, rows, spec.value_heads, spec.key_size, spec.value_size), state_dtype or wide, device
+            ),
             zeros((count, rows, 2 * BLOCK, *key), dtype, device),
             zeros((count, rows, 2 * BLOCK, *value), dtype, device),
             zeros((count, rows, 2 * BLOCK, spec.value_heads), wide, device),

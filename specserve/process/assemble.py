@@ -416,7 +416,7 @@ def _states(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> S
     if not layers:
         return None
     try:
-        states = States(layers, requests + 1, dtype, device)
+        states = States(layers, requests + 1, dtype, device, DTYPES.get(config.mamba_ssm_dtype))
     except (RuntimeError, OSError) as error:
         if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             raise

@@ -35,7 +35,7 @@ def fingerprint(
         import triton
 
         what += [triton.__version__, torch.cuda.get_device_name(), str(torch.version.cuda)]
-    what += [config.kv_cache_dtype, str(kv_scales), str(config.request_defaults)]
+    what += [config.kv_cache_dtype, config.mamba_ssm_dtype, str(kv_scales), str(config.request_defaults)]
     digest.update(repr((what, config.model)).encode())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in sorted(tensors.items()):
