@@ -355,7 +355,7 @@ CASES = {
         mimo,
         tensors(lambda state: [state.pop(name) for name in list(state) if "mtp_layers" in name]),
         " holds layers.0 to layers.2: a draft of one layer, one with mask_hidden (P-EAGLE), or a target "
-        "with one mtp_layers.0, is expected",
+        "with a layer for multi-token prediction, is expected",
     ),
 }  # fmt: skip
 
