@@ -198,11 +198,11 @@ def weights_kept() -> Iterator[None]:
     packed, because a later draft may take rows of the head."""
     loaded: dict[Any, Any] = {}
 
-    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:
-        key = path, dtype, device, config.weights
+    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any, ranks: Any) -> Any:
+        key = path, dtype, device, config.weights, ranks.rank, ranks.count
         if key not in loaded:
             positions = max(max_positions + SPARE_POSITIONS, LONGEST)
-            loaded[key] = load_target(path, dtype, device, positions, config)
+            loaded[key] = load_target(path, dtype, device, positions, config, ranks)
         return loaded[key]
 
     assemble = specserve.process.assemble

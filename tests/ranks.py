@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from socket import socket
 from typing import TypeVar
+from unittest.mock import patch
+
+import torch
 
 from specserve.layers.ranks import Ranks
+from specserve.process.follower import follow
 from specserve.process.peers import RankGone, SocketPeers, connect
 
 Found = TypeVar("Found")
@@ -28,3 +36,41 @@ def on_ranks(count: int, work: Callable[[Ranks], Found]) -> list[Found]:
     for error in sorted(errors, key=lambda each: isinstance(each, RankGone)):
         raise error
     return [each.result() for each in futures]
+
+
+class ThreadRank:
+    """A follower in a thread, as ``Followers`` sees its process."""
+
+    def __init__(self, control: socket, peers: Mapping[int, socket]) -> None:
+        self._code: int | None = None
+
+        def run() -> None:
+            self._code = follow(control, peers, lambda: True)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self._code is None:
+            raise subprocess.TimeoutExpired("a thread", timeout or 0)
+        return self._code
+
+    def kill(self) -> None:
+        self._thread.join(10)
+
+
+@contextmanager
+def ranks_in_threads(dtype: torch.dtype) -> Iterator[None]:
+    """Engines start their ranks as threads. ``dtype``: of the models, for PyTorch's default belongs to the process, and
+    threads that load at a time would set it for each other."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with patch("specserve.process.followers.start_process", ThreadRank):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -32,6 +32,7 @@ from specserve.tools.check.report import Acceptance, CheckReport, MemoryUse, Per
 from tests.engines import Checkpoints, head_of, held_as_on_a_gpu, make_scheduler
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
+from tests.ranks import ranks_in_threads
 from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
@@ -292,20 +293,23 @@ def test_a_target_with_problems(
 
 @pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3", "MTP", "P_EAGLE"])
 def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, algorithm: str) -> None:
-    """MTP's draft lies in the model's own files."""
+    """MTP's draft lies in the model's own files; of P_EAGLE's target, a rank has half."""
     target = make_mimo(tmp_path, vocab=VOCAB) if algorithm == "MTP" else pair.target
     given = {"model_path": str(target), "dtype": "float64", "device": "cpu", "skip_tokenizer_init": True}
     given["kv_cache_dtype"] = "fp8" if algorithm == "EAGLE3" else "auto"
     if "EAGLE" in algorithm:
         given["speculative_draft_model_path"] = str(pair.draft(algorithm))
+    ranks = 2 if algorithm == "P_EAGLE" else 1
+    given["tensor_parallel_size"] = ranks
     settings, _ = resolve_paths(make_settings(speculative_algorithm=algorithm, **given))
-    built = build_scheduler(settings)
+    with ranks_in_threads(torch.float64):
+        built = build_scheduler(settings)
     expected, loaded = (
         expected_memory(EngineConfig.of(built.settings, load_model_config(target), cores=1)),
         memory_needed(cast(Scheduler, built.engine)),
     )
     built.engine.close()
-    assert expected.weights == loaded.weights
+    assert (expected.weights, expected.ranks) == (loaded.weights, ranks)
     assert expected.draft == loaded.draft
     assert (expected.draft > 0) == (algorithm != "NONE")
     assert expected.kv_per_token == loaded.kv_per_token

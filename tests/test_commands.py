@@ -21,6 +21,7 @@ from specserve.engine.commands import (
     encode,
 )
 from specserve.engine.executor import Executor
+from specserve.layers.ranks import ONE
 from tests.engines import Checkpoints, Client, answer_all, context_of, make_scheduler
 
 WORK = [
@@ -33,6 +34,8 @@ WORK = [
 
 class Recorder:
     """Followers that are given the commands later."""
+
+    ranks = ONE
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []

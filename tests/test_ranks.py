@@ -38,6 +38,8 @@ ELSEWHERE = (
     "deepseek",
     "glm 4.7",
     "minimax",
+    "qwen 3.5",
+    "qwen3 next",
 )  # some in ``test_tensor_parallel``
 FAMILIES = [name for name in CONFIGS if name not in ALIKE and not name.startswith(ELSEWHERE)]
 UNCUT = ("gptq act order", "gptq act order of each", "W4A16 act order")

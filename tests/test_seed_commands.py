@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import constants
 
 from specserve.config import load_settings
+from specserve.process.assemble import resolve_engine
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.front.live import live
@@ -221,9 +222,12 @@ def test_sampled_requests_are_refused_when_all_are_greedy(environ: Mapping[str, 
         assert ask(server.url, TARGETS[1], temperature=openai.omit, max_tokens=4).choices
 
 
-def test_more_than_one_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--tensor-parallel-size: must be 1 in this version .*, found 2"):
-        load_settings([*COMMANDS["001 naive"].argv, "--tp", "2"], {})
+def test_ranks_that_do_not_divide_the_heads_are_refused(cache: Path) -> None:
+    given = load_settings([*COMMANDS["001 naive"].argv, "--tp", "3", "--download-dir", str(cache)], {})
+    with pytest.raises(
+        ValueError, match="--tensor-parallel-size: num_attention_heads must be a multiple of it"
+    ):
+        resolve_engine(given)
 
 
 @pytest.fixture

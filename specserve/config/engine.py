@@ -35,6 +35,7 @@ class EngineConfig:
     dtype: str
     cpu_threads: int | None
     cores: int
+    tensor_parallel_size: int
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int
@@ -82,6 +83,11 @@ class EngineConfig:
             shape=shape_of(settings),
             adaptive=bool(settings.speculative_adaptive),
         )
+
+    @property
+    def threads(self) -> int:
+        """The CPU threads of a rank, if there are several."""
+        return self.cpu_threads or self.cores
 
     @property
     def most_slowdown(self) -> float:

@@ -35,6 +35,7 @@ def resolve(
     notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
     steps = (
+        _ranks,
         _load_format,
         _dtype,
         _quantization,
@@ -61,6 +62,14 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
         return settings
     why = f"torch finds {'a' if has_cuda else 'no'} CUDA device"
     return settings.choose("device", "cuda" if has_cuda else "cpu", why, notes)
+
+
+def _ranks(settings: Settings, model: ModelConfig, _: Notes) -> Settings:
+    if settings.tensor_parallel_size > 1:
+        from specserve.layers.ranks import Ranks  # imports torch, which the command line does not need
+
+        model.on(Ranks(0, settings.tensor_parallel_size))
+    return settings
 
 
 def _load_format(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

@@ -288,9 +288,11 @@ class Settings:
     torch_compile_max_bs: int | None = engine(None, "The same.", low=1)
     tensor_parallel_size: int = engine(
         1,
-        "Must be 1: the model runs on one device in this version.",
+        "Ranks: processes that share every weight, each with some heads, channels and tokens of the vocabulary. Heads "
+        "and channels must be multiples of it. On a CPU alone in this version.",
         aliases=("tp_size", "tp"),
-        check=checks.only("1 in this version (one device)", lambda size: size == 1),
+        low=1,
+        high=64,
     )
     random_seed: int | None = engine(
         None,

@@ -39,7 +39,7 @@ _NO_EFFECT = _by_flag({
         "enable-flashinfer-moe", "enable-flashinfer-cutlass-moe", "enable-flashinfer-trtllm-moe",
         "enable-triton-kernel-moe", "disable-shared-experts-fusion",
     ),
-    "each device has all experts": (
+    "every rank has a part of each expert": (
         "enable-expert-parallel", "enable-ep-moe", "enable-deepep-moe", "moe-a2a-backend",
         "speculative-moe-a2a-backend", "all2all-backend", "deepep-mode", "deepep-config", "moe-dense-tp-size",
         "elastic-ep-backend", "ep-dispatch-algorithm", "ep-num-redundant-experts", "num-redundant-experts",
@@ -88,21 +88,24 @@ _NO_EFFECT = _by_flag({
     "the page used least recently is evicted": ("radix-eviction-policy",),
     "weights and KV pool stay on the device": ("swap-space", "delete-ckpt-after-loading"),
     "layers with sliding windows and others share one pool": ("swa-full-tokens-ratio",),
-    "the model runs in one process": (
-        "nccl-port", "dist-init-addr", "dist-timeout", "node-rank", "disable-custom-all-reduce", "enable-p2p-check"
+    "ranks run on one machine, over sockets without addresses": (
+        "nccl-port", "dist-init-addr", "dist-timeout", "node-rank"
+    ),
+    "sums over ranks are added in one order, by one implementation": (
+        "disable-custom-all-reduce", "enable-p2p-check"
     ),
 })  # fmt: skip
 """SGLang's and vLLM's flags that are taken on the command line, with a warning that says why they change nothing."""
-_ONE_PROCESS = "the model runs in one process on one device"
 _SIZES = _by_flag({
-    _ONE_PROCESS: (
-        "data-parallel-size", "dp-size", "dp", "pipeline-parallel-size", "pp-size", "pp",
-        "expert-parallel-size", "ep-size", "ep", "nnodes",
-    ),
+    "a server is one replica; start several behind a proxy": ("data-parallel-size", "dp-size", "dp"),
+    "every layer is shared out, by --tensor-parallel-size": ("pipeline-parallel-size", "pp-size", "pp"),
+    "every expert is shared out, by --tensor-parallel-size": ("expert-parallel-size", "ep-size", "ep"),
+    "ranks run on one machine": ("nnodes",),
 })  # fmt: skip
 """Those that are taken with 1 alone."""
 _NOT_TAKEN = _SIZES | _by_flag({
-    _ONE_PROCESS: ("distributed-executor-backend", "enable-dp-attention"),
+    "ranks are processes of this machine": ("distributed-executor-backend",),
+    "attention is shared out by heads, by --tensor-parallel-size": ("enable-dp-attention",),
     "which experts are chosen is not recorded": (
         "enable-expert-distribution-metrics", "expert-distribution-recorder-mode",
         "expert-distribution-recorder-buffer-size", "enable-return-routed-experts",

@@ -32,6 +32,7 @@ from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
 from specserve.engine.launch import Launch
 from specserve.engine.profile import Stopwatch
 from specserve.engine.prompts import PromptSize
+from specserve.layers.ranks import Ranks
 from specserve.speculation.context import Context
 from specserve.speculation.shape import StepShape
 
@@ -53,6 +54,8 @@ class Report:
 
 class Followers(Protocol):
     """The processes that execute the same commands on other ranks."""
+
+    ranks: Ranks
 
     def send(self, command: Command) -> None: ...
     def check(self) -> None:

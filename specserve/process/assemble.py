@@ -46,6 +46,7 @@ from specserve.kv.states import States
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
+from specserve.layers.ranks import FLAG, ONE, Ranks
 from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.base import TargetModel
@@ -53,6 +54,7 @@ from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.kv_scales import has_kv_scales, read_kv_scales
 from specserve.process import phase
 from specserve.process.fingerprint import fingerprint
+from specserve.process.followers import Followers
 from specserve.scheduler.admission import Admission
 from specserve.scheduler.limits import Limits
 from specserve.scheduler.memory import Memory
@@ -111,22 +113,44 @@ def resolve_engine(
         notes[f"weights: {words}; {how}"] = CHOSEN
     log_notes(log, notes)
     # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).
-    cores = max(1, usable_cores() - with_front)
+    cores = max(1, (usable_cores() - with_front) // settings.tensor_parallel_size)
     config = EngineConfig.of(settings, model, cores)
     return settings, notes, replace(config, request_defaults=defaults)
 
 
 def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
-    """Load everything that the configuration names. Raises ValueError for what can't be served. ``before_launch`` is
-    called after the weights are loaded and before the first launch."""
+    """Load everything that the configuration names, and start the other ranks. Raises ValueError for what can't be
+    served. ``before_launch`` is called after the weights are loaded and before the first launch."""
+    if config.tensor_parallel_size == 1:
+        return _create(config, before_launch, None)
+    if config.device == "cuda":
+        raise ValueError(
+            f"{FLAG}: ranks run on a CPU alone, because their sums have no GPU kernel yet; found "
+            f"{config.tensor_parallel_size} with --device cuda"
+        )
+    followers = Followers(config)
+    try:
+        return _create(config, before_launch, followers)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _create(
+    config: EngineConfig, before_launch: Callable[[], None], followers: Followers | None
+) -> Scheduler:
     if config.device == "cuda":
         settle_keys()
         add_in_order()
     plan = shape_plan(config)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    context = create_context(config, plan)
-    if config.device == "cpu" and config.cpu_threads is None:
+    context = create_context(config, plan, ONE if followers is None else followers.ranks)
+    if followers is not None:
+        phase.enter("waiting for the other ranks")
+        torch.set_num_threads(config.threads)
+        followers.wait()
+    elif config.device == "cpu" and config.cpu_threads is None:
         phase.enter("choosing threads")
         choose_threads(context, min(config.cores, torch.get_num_threads()))
     before_launch()
@@ -136,7 +160,7 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
         Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
     capture_next = graphs.capture_next if graphs.left else None
-    runner = Runner(context, graphs.steps, graphs.prompts, capture_next, graphs.in_parts)
+    runner = Runner(context, graphs.steps, graphs.prompts, capture_next, graphs.in_parts, followers)
     policy = shape_policy(plan, runner, graphs)
     if config.device == "cuda":
         phase.enter("warming up")
@@ -286,16 +310,16 @@ def _speculation_info(plan: ShapePlan) -> object:
     return plan.speculation and dict(zip(("steps", "topk", "tokens"), plan.speculation, strict=True))
 
 
-def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
-    """Create target, draft, pool and state on the device."""
+def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) -> Context:
+    """Create target, or a rank's part of it, draft, pool and state on the device."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     check_fp8(config)
     positions = slot_positions(config, plan)
     phase.enter("reading the model's weights")
-    kept = _kept(config, config.model.kv(dtype), config.model_path, "target")
+    kept = _kept(config, config.model.on(ranks).kv(dtype), config.model_path, "target")
     scales = [spec.scales for spec in kept]
-    target = load_target(config.model_path, dtype, device, positions, config.model)
-    identity = None if config.device == "meta" else fingerprint(target, config, scales)
+    target = load_target(config.model_path, dtype, device, positions, config.model, ranks)
+    identity = None if config.device == "meta" else fingerprint(target, config, scales, ranks)
     phase.enter("reading the draft")
     drafter = create_drafter(config, target)
     pack_linears(target)  # last: a draft may take rows of the head before it is packed
@@ -309,7 +333,8 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     )
     states = _states(config, dtype, device)
     longest, fraction = config.context_length, config.mem_fraction_static
-    pages = pool_pages(pool_config, config.max_total_tokens, fraction, device, longest)
+    share = fraction / ranks.count if device.type == "cpu" else fraction
+    pages = ranks.least(pool_pages(pool_config, config.max_total_tokens, share, device, longest))
     if config.max_total_tokens is None:
         check_context(config, pool_config.layout.longest(pages - 1, longest))
     phase.enter("making the KV pool")
@@ -335,7 +360,8 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
 
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
     """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page."""
-    return create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
+    shapes = replace(config, device="meta", max_total_tokens=config.page_size)
+    return create_context(shapes, plan, Ranks(0, config.tensor_parallel_size))
 
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specserve.config.engine import EngineConfig
+from specserve.layers.ranks import ONE, Ranks
 from specserve.version import __version__
 
 _WORD = 8  # bytes
@@ -17,7 +18,10 @@ _ROWS = 4096  # at a time
 
 
 def fingerprint(
-    model: nn.Module, config: EngineConfig, kv_scales: Sequence[tuple[float, float] | None] = ()
+    model: nn.Module,
+    config: EngineConfig,
+    kv_scales: Sequence[tuple[float, float] | None] = (),
+    ranks: Ranks = ONE,
 ) -> str:
     """Hash the target's configuration, loaded weights and KV scales, the dtypes, the defaults of requests, the versions
     of kernels and grammars, and the GPU's name. The draft is not included: it only proposes.
@@ -43,6 +47,9 @@ def fingerprint(
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_sums(tensor.detach()).cpu().numpy().tobytes())
+    if ranks.peers is not None:  # texts depend on how sums are divided
+        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in ranks.peers.exchange(own)))
     mark = "synthetic_" if config.draft is not None and config.draft.synthetic else ""
     return f"fp_{mark}{digest.hexdigest()[:16]}"
 

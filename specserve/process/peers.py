@@ -16,7 +16,11 @@ _BUFFER = 8 * PIECE
 
 
 class RankGone(RuntimeError):
-    """Another rank ended, or did not answer in time."""
+    """Another rank has ended, or does not answer in time: it is ``late``."""
+
+    def __init__(self, text: str, rank: int = 0, late: bool = False) -> None:
+        super().__init__(text)
+        self.rank, self.late = rank, late
 
 
 def connect(count: int) -> list[dict[int, socket.socket]]:
@@ -75,9 +79,9 @@ def _fill(rank: int, peer: socket.socket, piece: memoryview) -> None:
         except OSError as error:
             raise _gone(rank, error) from None
         if not count:
-            raise RankGone(f"rank {rank} has ended")
+            raise RankGone(f"rank {rank} has ended", rank)
         piece = piece[count:]
 
 
 def _gone(rank: int, error: OSError) -> RankGone:
-    return RankGone(f"rank {rank} {'does not answer' if isinstance(error, TimeoutError) else 'has ended'}")
+    return RankGone(f"rank {rank}: {error}", rank, isinstance(error, TimeoutError))

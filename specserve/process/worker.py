@@ -79,6 +79,8 @@ class Engine(Protocol):
     def flush_cache(self) -> int | None: ...
     def check_idle(self) -> None: ...
     @property
+    def followed(self) -> bool: ...
+    @property
     def patience(self) -> float: ...
     def work_ahead(self) -> bool: ...
     def run_once(self) -> list[Tokens | Failed]: ...
@@ -245,11 +247,14 @@ class Loop:
         engine = self._engine
         while True:
             busy = engine.has_work or engine.work_ahead()
-            rest = None if self._checked else REST
+            rest = None if self._checked and not engine.followed else REST
             if (received := self._port.receive(engine.patience if busy else rest, busy)) is None:
                 return
             if not busy and not received:
-                engine.check_idle()  # only now: it walks over all pages, and a request may follow the last one at once
+                if (
+                    not self._checked
+                ):  # it walks over all pages, and a request may follow the last one at once
+                    engine.check_idle()
                 self._checked = True
                 continue
             for each in received:

@@ -113,8 +113,16 @@ class Scheduler:
         self._counters.violations += len(problems)
 
     def work_ahead(self) -> bool:
-        """Do a piece of work that was postponed until the engine is idle. Return whether there was any."""
+        """Do a piece of work that was postponed until the engine is idle. Return whether there was any. Raises RankGone
+        if another rank has ended."""
+        if self.runner.followers is not None:
+            self.runner.followers.check()
         return self.runner.capture_next is not None and self.runner.capture_next()
+
+    @property
+    def followed(self) -> bool:
+        """Whether there are other ranks, which may end while it is idle."""
+        return self.runner.followers is not None
 
     @property
     def patience(self) -> float:
@@ -157,7 +165,9 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """Drop all requests."""
+        """Drop all requests, and end the other ranks."""
+        if self.runner.followers is not None:
+            self.runner.followers.close()
         for request in [*self.running]:
             self._vacate(request)
         self.waiting.clear()
@@ -349,6 +359,8 @@ class Scheduler:
         try:
             return launch()
         except OutOfMemoryError as error:
+            if self.followed:  # whose state is another now
+                raise
             words = str(error)  # the error itself would keep the launch's tensors alive
         self._shrink(requests, chunk, words)
         return None

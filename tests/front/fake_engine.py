@@ -78,6 +78,8 @@ class FakeEngine:
     def flush_cache(self) -> int | None:
         return None if self._left else 5
 
+    followed = False
+
     def check_idle(self) -> None:
         pass
 

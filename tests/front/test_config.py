@@ -171,7 +171,10 @@ def test_values_of_all_kinds() -> None:
         ("--speculative-algorithm EAGLE2", {}, "EAGLE2 is refused: EAGLE-2's drafts and trees are those of EAGLE"),
         ("--speculative-algorithm eagle-2", {}, "eagle-2 is refused: EAGLE-2's drafts and trees are those of EAGLE"),
         ("--speculative-algorithm NOSUCH", {}, "must be one of NONE, EAGLE, EAGLE3, "),
-        ("--tp 2", {}, "--tensor-parallel-size: must be 1 in this version (one device), found 2"),
+        ("--tp 0", {}, "--tensor-parallel-size: must be from 1 to 64, found 0"),
+        ("--nnodes 2", {}, "--nnodes: not accepted: ranks run on one machine"),
+        ("--enable-dp-attention", {}, "--enable-dp-attention: not accepted: attention is shared out by heads"),
+        ("--pp-size 2", {}, "--pp-size: not accepted: every layer is shared out, by --tensor-parallel-size"),
         ("--speculative-accept-threshold-single 0.9", {}, "must be 1, because speculation never changes the text"),
         ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
         ("--max-running-requests -1", {}, "--max-running-requests: must be from 1 to 65536, found -1"),
@@ -245,15 +248,17 @@ def test_flags_of_experts() -> None:
     """Each is told by its name, and a switch does not swallow what follows."""
     line = "--enable-expert-parallel --enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton --ep-size 1"
     assert load(f"{line} --port 5").port == 5
-    one, kernel = "each device has all experts", "how experts are stored decides their kernel"
+    one, kernel = "every rank has a part of each expert", "how experts are stored decides their kernel"
     assert list(unused(line.split(), {})) == [
         f"--enable-expert-parallel has no effect: {one}",
         f"--enable-eplb has no effect: {one}",
         f"--moe-a2a-backend has no effect: {one}",
         f"--moe-runner-backend has no effect: {kernel}",
-        "--ep-size has no effect: the model runs in one process on one device",
+        "--ep-size has no effect: every expert is shared out, by --tensor-parallel-size",
     ]
-    with pytest.raises(ValueError, match="--ep: not accepted: the model runs in one process on one device"):
+    with pytest.raises(
+        ValueError, match="--ep: not accepted: every expert is shared out, by --tensor-parallel-size"
+    ):
         load("--ep 2")
     with pytest.raises(ValueError, match="-metrics: not accepted: which experts are chosen is not recorded"):
         load("--enable-expert-distribution-metrics")
@@ -267,7 +272,9 @@ def test_lines_of_other_servers_that_change_nothing(tmp_path: Path) -> None:
     notes = [*unused(["--config", str(file)], {})]
     assert [note.split()[0] for note in notes] == ["--dp-size", "--enable-metrics"]
     file.write_text("dp-size: 2\n")
-    with pytest.raises(ValueError, match="dp_size: not accepted: the model runs in one process"):
+    with pytest.raises(
+        ValueError, match="dp_size: not accepted: a server is one replica; start several behind a proxy"
+    ):
         load(f"--config {file}")
 
 

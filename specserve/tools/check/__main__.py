@@ -94,6 +94,8 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
             )
         find_mismatches(config, tokenizer, report)
         text = None if options.perplexity is None else read_tokens(options.perplexity, tokenizer)
+        if text is not None and config.tensor_parallel_size > 1:
+            raise ValueError(f"{FLAG}: --tensor-parallel-size must be 1")
         engine = load_engine(config)
     try:
         loading = 0 if report.memory is None else report.memory.loading

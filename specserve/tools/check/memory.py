@@ -18,6 +18,7 @@ from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.kv.pool import PoolConfig
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
+from specserve.layers.ranks import Ranks
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, shape_plan
@@ -30,7 +31,8 @@ _SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 def memory_needed(engine: Scheduler) -> MemoryUse:
     context = engine.runner.context
-    found = _memory_of(context, context.pool.num_pages, engine.info.context_length)
+    ranks = 1 if engine.runner.followers is None else engine.runner.followers.ranks.count
+    found = _memory_of(context, context.pool.num_pages, engine.info.context_length, ranks)
     return replace(
         found,
         graphs=engine.info.cuda_graphs["memory_bytes"],
@@ -39,7 +41,7 @@ def memory_needed(engine: Scheduler) -> MemoryUse:
     )
 
 
-def _memory_of(context: Context, pages: int, context_length: int) -> MemoryUse:
+def _memory_of(context: Context, pages: int, context_length: int, ranks: int) -> MemoryUse:
     """Return the memory of an engine whose pool has so many pages."""
     config, seen = context.pool.config, set[int]()
     use = config.use(pages, context_length)
@@ -55,6 +57,7 @@ def _memory_of(context: Context, pages: int, context_length: int) -> MemoryUse:
         loading=0,
         longest_request=use.longest_request,
         full_contexts=use.full_contexts,
+        ranks=ranks,
     )
 
 
@@ -64,10 +67,11 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
         context = _assemble_shapes(config)
     except ValueError:  # reported by _draft or by loading
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
-    found = _memory_of(context, context.pool.num_pages, config.context_length)
+    sizes = config.context_length, config.tensor_parallel_size
+    found = _memory_of(context, context.pool.num_pages, *sizes)
     pages = _pool_pages(config, context.pool.config, found.weights + found.draft + _states(context))
     return replace(
-        _memory_of(context, pages, config.context_length),
+        _memory_of(context, pages, *sizes),
         device=config.device,
         loaded=False,
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
@@ -82,7 +86,10 @@ def _states(context: Context) -> int:
 def _temporary(config: EngineConfig) -> int:
     """Return how much more than the target's weights loading takes at most: each reader prepares one projection."""
     with (made := Allocations()):
-        target = load_target(config.model_path, DTYPES[config.dtype], torch.device("meta"), 1, config.model)
+        ranks = Ranks(0, config.tensor_parallel_size)
+        target = load_target(
+            config.model_path, DTYPES[config.dtype], torch.device("meta"), 1, config.model, ranks
+        )
     most = made.peak - made.held
     if config.device != "cpu":
         return READERS * most
@@ -125,6 +132,7 @@ def _has_data(each: object) -> bool:
 def _pool_pages(config: EngineConfig, pool: PoolConfig, weights: int) -> int:
     """Return how many pages the pool will have. Nothing else is on a GPU yet."""
     tables, size, fraction = len(pool.layout.windows), pool.page_size, config.mem_fraction_static
+    fraction /= config.tensor_parallel_size if config.device == "cpu" else 1
     tokens = config.max_total_tokens
     if tokens is None:
         memory = device_memory(config.device)

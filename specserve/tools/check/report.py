@@ -13,7 +13,7 @@ class MemoryUse:
     """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
     most while the weights are loaded, before there is a pool; always expected. ``kv_per_token`` and ``pool_tokens``: as
     if all layers kept all tokens. ``pool``: with the states of requests. ``full_contexts``: requests as long as the
-    context that the pool holds."""
+    context that the pool holds. All are of the first of ``ranks``."""
 
     device: str
     loaded: bool
@@ -26,6 +26,7 @@ class MemoryUse:
     loading: int
     longest_request: int
     full_contexts: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,10 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _memory(found: MemoryUse) -> Iterator[str]:
-    yield f"on {found.device}, " + ("as loaded" if found.loaded else "expected by the shapes of the weights")
+    of = f", each of {found.ranks} ranks" if found.ranks > 1 else ""
+    yield f"on {found.device}{of}, " + (
+        "as loaded" if found.loaded else "expected by the shapes of the weights"
+    )
     yield f"weights       {_size(found.weights)}, at most {_size(found.loading)} while they are loaded"
     if found.draft:
         yield f"draft         {_size(found.draft)}, without what it shares with the target"

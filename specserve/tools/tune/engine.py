@@ -18,6 +18,7 @@ from specserve.core import SamplingParams
 from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, StaticShapes, batch_buckets
+from specserve.layers.ranks import FLAG
 from specserve.messages import Submit
 from specserve.process.assemble import assemble, create_context, resolve_engine, shape_policy
 from specserve.speculation.context import Context, Drafter
@@ -61,6 +62,8 @@ class TuneEngine:
         """Load an engine. ``given``: local paths, an algorithm that drafts. Raises ValueError if it can't be served."""
         shape: dict[str, Any] = dict(zip(SHAPE, (1, 1, 2), strict=True))
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
+        if config.tensor_parallel_size > 1:
+            raise ValueError(f"{FLAG} must be 1: several ranks are not tuned")
         torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
         running = config.max_running_requests
         shapes = (envelope(candidates), False), (None, True)

@@ -1,0 +1,72 @@
+"""A rank other than 0: loads its part of the model, then executes the commands that rank 0 sends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+
+from specserve.engine.commands import decode
+from specserve.engine.executor import Executor
+from specserve.layers.ranks import Ranks
+from specserve.logs import configure_logging
+from specserve.process.assemble import create_context, shape_plan
+from specserve.process.followers import HANG, Job, Word, put, take
+from specserve.process.peers import RankGone, SocketPeers
+
+log = logging.getLogger(__name__)
+
+_LOOK = 1.0  # seconds between looks at the parent, whose sockets a process that it forked may hold open
+
+
+def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: Callable[[], bool]) -> int:
+    """Execute commands until rank 0 closes ``control``. Return the exit code. ``alive``: rank 0's process is."""
+    rank, peers = 0, SocketPeers(0, sockets)
+    try:
+        first = take(control)
+        if first is None:
+            return 0
+        job: Job = pickle.loads(first)
+        rank, config = job
+        peers = SocketPeers(rank, sockets)
+        torch.set_num_threads(config.threads)
+        context = create_context(config, shape_plan(config), Ranks(rank, config.tensor_parallel_size, peers))
+        executor = Executor(context, {})
+        put(control, pickle.dumps(Word()))
+        control.settimeout(_LOOK)
+        peers.expect_within(HANG)
+        while (message := take(control, alive)) is not None:
+            executor.run(decode(message))
+        return 0
+    except (RankGone, TimeoutError, BrokenPipeError):
+        return 1  # the rank that ended first has said why
+    except Exception as error:
+        user_error = isinstance(error, ValueError)
+        if not user_error:
+            log.exception("rank %d failed", rank)
+        text = str(error) if user_error else f"{type(error).__name__}: {error}"
+        put(control, pickle.dumps(Word(text, user_error)))
+        return 1
+    finally:
+        control.close()
+        peers.close()
+
+
+def main(control: str, *peers: str) -> int:
+    """``control`` and ``peers``: numbers of open sockets, these after their ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logging("error")
+    parent = os.getppid()
+    pairs = (each.split(":") for each in peers)
+    sockets = {int(rank): socket.socket(fileno=int(number)) for rank, number in pairs}
+    return follow(socket.socket(fileno=int(control)), sockets, lambda: os.getppid() == parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

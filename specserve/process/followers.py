@@ -1,0 +1,199 @@
+"""The processes of the other ranks, which rank 0's process starts, tells what to execute, and ends.
+
+They and their sockets have no names: when rank 0's process ends in whatever way, its sockets close, and so do they.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from specserve.config.engine import EngineConfig
+from specserve.engine.commands import Command, encode
+from specserve.layers.ranks import Ranks
+from specserve.process.peers import RankGone, SocketPeers, connect
+
+log = logging.getLogger(__name__)
+
+HANG = 4.0  # seconds for which a rank that serves waits for another
+LAST_WORDS = 1.0  # seconds to hear why a rank has ended
+GRACE = 5.0  # seconds to end by itself
+_LENGTH = struct.Struct("<Q")
+
+
+class Job(NamedTuple):
+    """A follower's first message."""
+
+    rank: int
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a follower says: that it is ready, or why it fails."""
+
+    error: str = ""
+    user_error: bool = False
+
+
+class Process(Protocol):
+    """What is needed of a ``Popen``."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def put(control: socket.socket, message: bytes) -> None:
+    control.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def take(control: socket.socket, alive: Callable[[], bool] = lambda: False) -> bytes | None:
+    """Return the next message, None when the other end is closed. When the socket's time is over, go on as long as
+    ``alive`` says, else raise TimeoutError."""
+    length = _read(control, _LENGTH.size, alive)
+    return None if length is None else _read(control, _LENGTH.unpack(length)[0], alive)
+
+
+def _read(control: socket.socket, size: int, alive: Callable[[], bool]) -> bytes | None:
+    found = bytearray()
+    while len(found) < size:
+        try:
+            part = control.recv(size - len(found))
+        except TimeoutError:
+            if not alive():
+                raise
+            continue
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        found += part
+    return bytes(found)
+
+
+def start_process(control: socket.socket, peers: Mapping[int, socket.socket]) -> Process:
+    """Start a follower that owns these sockets. Ctrl-C does not reach it. Raises OSError."""
+    numbers = control.fileno(), *(each.fileno() for each in peers.values())
+    given = [str(numbers[0]), *(f"{rank}:{each.fileno()}" for rank, each in peers.items())]
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "specserve.process.follower", *given],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=numbers,
+            start_new_session=True,
+        )
+    finally:
+        for each in (control, *peers.values()):
+            each.close()
+
+
+class Followers:
+    """The ranks from 1 on, as rank 0 sees them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them loading. Raises ValueError if they can't be started."""
+        count = config.tensor_parallel_size
+        mine, *others = connect(count)
+        self._peers = SocketPeers(0, mine)
+        self._controls: dict[int, socket.socket] = {}
+        self._processes: dict[int, Process] = {}
+        self._broken = False
+        self.ranks = Ranks(0, count, self)
+        try:
+            for rank, peers in enumerate(others, 1):
+                self._controls[rank], theirs = socket.socketpair()
+                self._processes[rank] = start_process(theirs, peers)
+                put(self._controls[rank], pickle.dumps(Job(rank, config)))
+        except OSError as error:
+            self.close()
+            raise ValueError(f"the process of rank {rank} can't start: {error}") from None
+
+    def wait(self) -> None:
+        """Wait until all are ready. From then on they must answer in time. Raises RankGone, and ValueError for a user's
+        mistake."""
+        for rank, control in self._controls.items():
+            word = self._hear(rank)
+            if word is None or word.error:
+                raise self._reason(rank, word)
+            control.settimeout(HANG)
+        self._peers.expect_within(HANG)
+
+    def send(self, command: Command) -> None:
+        message = encode(command)
+        for rank, control in self._controls.items():
+            try:
+                put(control, message)
+            except TimeoutError:
+                raise self._late(rank) from None
+            except OSError:
+                raise self._reason(rank) from None
+
+    def exchange(self, own: Tensor) -> list[Tensor]:
+        try:
+            return self._peers.exchange(own)
+        except RankGone as error:
+            raise (self._late if error.late else self._reason)(error.rank) from None
+
+    def check(self) -> None:
+        for rank, process in self._processes.items():
+            if process.poll() is not None:
+                raise self._reason(rank)
+
+    def close(self) -> None:
+        """End them, also if waiting for that is interrupted."""
+        self._peers.close()
+        for control in self._controls.values():
+            control.close()
+        end = time.monotonic() + (LAST_WORDS if self._broken else GRACE)
+        try:
+            for process in self._processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+        finally:
+            for rank, process in self._processes.items():
+                if process.poll() is None:
+                    log.error("rank %d does not end: killed", rank)
+                    process.kill()
+                    process.wait()
+
+    def _hear(self, rank: int) -> Word | None:
+        message = take(self._controls[rank])
+        return None if message is None else pickle.loads(message)
+
+    def _late(self, rank: int) -> Exception:
+        self._broken = True
+        return RankGone(f"rank {rank} does not answer")
+
+    def _reason(self, rank: int, word: Word | None = None) -> Exception:
+        """Return what to raise when a rank has ended: others may have, because of the one that failed."""
+        self._broken = True
+        for other in sorted(self._controls, key=lambda each: each != rank):
+            if word is not None and word.error:
+                break
+            self._controls[other].settimeout(LAST_WORDS)
+            try:
+                while (word := self._hear(other)) is not None and not word.error:
+                    pass
+            except TimeoutError:
+                word = None
+            rank = rank if word is None else other
+        if word is not None and word.error:
+            return ValueError(word.error) if word.user_error else RankGone(f"rank {rank}: {word.error}")
+        try:
+            return RankGone(f"rank {rank} ended with code {self._processes[rank].wait(LAST_WORDS)}")
+        except subprocess.TimeoutExpired:
+            return RankGone(f"rank {rank} has ended")

@@ -1,0 +1,213 @@
+"""Engines on several ranks say what one process says. Ranks are threads, but for a few tests of processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from specserve import LLM, SamplingParams, grammar
+from specserve.config import make_settings
+from specserve.config.engine import EngineConfig
+from specserve.methods import NONE
+from specserve.process import followers, worker
+from specserve.process.assemble import create_scheduler, resolve_engine
+from specserve.process.followers import start_process
+from specserve.process.peers import RankGone
+from tests.engines import Answer, Checkpoints, Client, answer_all, make_scheduler
+from tests.front.processes import wait
+from tests.ranks import ranks_in_threads
+from tests.test_ranks import dummy
+
+LONG = [3, 5, 7, 9] * 7
+WORK = [
+    (LONG, SamplingParams(max_tokens=24, temperature=0, logprobs=3)),
+    (LONG[:20], SamplingParams(max_tokens=30, seed=1, prediction=[4, 4, 8, 8] * 4, top_p=0.9, min_p=0.01)),
+    ([8], SamplingParams(max_tokens=12, seed=2, frequency_penalty=0.5, logit_bias={4: 2.0}, top_k=20)),
+    ([2, 2, 6], SamplingParams(max_tokens=9, seed=3, min_tokens=3, prompt_logprobs=2)),
+]
+SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 64, "chunked_prefill_size": 16}
+SHAPE = 3, 2, 6
+SHAPES = "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"
+METHODS = "EAGLE", "DOMINO", "HYDRA", "STANDALONE", "P_EAGLE", "EAGLE3+NGRAM"
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    with ranks_in_threads(torch.float64):
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(agreeing: Checkpoints) -> list[Answer]:
+    """The answers of one process without drafts."""
+    return answer_all(make_scheduler(agreeing.target, **SETTINGS), WORK)
+
+
+def assert_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.tokens, ours.finish_reason) == (theirs.tokens, theirs.finish_reason)
+        for mine, other in zip(
+            (*ours.logprobs, *ours.scores), (*theirs.logprobs, *theirs.scores), strict=True
+        ):
+            assert mine.token_id == other.token_id
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-9)
+            assert [token for token, _ in mine.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("method", [NONE, *METHODS])
+def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected: list[Answer]) -> None:
+    """With sampling, penalties, log-probabilities and predictions, while requests are preempted."""
+    given = SETTINGS if method == NONE else SETTINGS | agreeing.drafting(method, SHAPE)
+    with closing(make_scheduler(agreeing.target, tensor_parallel_size=2, **given)) as scheduler:
+        found = answer_all(scheduler, WORK)
+        assert scheduler.stats().preemptions > 0
+    assert_same(found, expected)
+    assert any(each.usage.accepted for each in found) == (method != NONE)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek v3"])
+def test_sinks_biases_of_experts_and_latents(family: str, tmp_path: Path) -> None:
+    path = dummy(tmp_path, family, max_position_embeddings=64)
+    settings: dict[str, Any] = {"load_format": "dummy", "page_size": 4}
+    expected = answer_all(make_scheduler(path, **settings), WORK)
+    tree = {"speculative_algorithm": "NGRAM", **dict(zip(SHAPES, SHAPE, strict=True))}
+    with closing(make_scheduler(path, tensor_parallel_size=2, **settings, **tree)) as scheduler:
+        assert_same(answer_all(scheduler, WORK), expected)
+
+
+def test_a_map_that_follows_the_text_a_controller_and_four_ranks(
+    agreeing: Checkpoints, expected: list[Answer]
+) -> None:
+    """More ranks than KV heads, which are then on two."""
+    dynamic: dict[str, Any] = {
+        "speculative_token_map": "dynamic",
+        "speculative_token_map_size": 16,
+        "speculative_token_map_interval": 1,
+    }
+    given = SETTINGS | agreeing.drafting("EAGLE") | dynamic
+    with closing(make_scheduler(agreeing.target, tensor_parallel_size=4, **given)) as scheduler:
+        found = answer_all(scheduler, WORK)
+        assert scheduler.policy.cost is not None
+    assert_same(found, expected)
+
+
+def test_cached_prefixes_and_aborted_requests(agreeing: Checkpoints, expected: list[Answer]) -> None:
+    settings = {**SETTINGS, "max_total_tokens": 256}
+    given = settings | agreeing.drafting("EAGLE3", SHAPE)
+    with closing(make_scheduler(agreeing.target, tensor_parallel_size=2, **given)) as scheduler:
+        client = Client(scheduler)
+        for number, (prompt, params) in enumerate(WORK):
+            client.submit(f"aborted {number}", prompt, params)
+        for _ in range(4):
+            client.iterate()
+        for number in range(len(WORK)):
+            scheduler.abort(f"aborted {number}")
+        found = answer_all(scheduler, WORK)
+        scheduler.check_idle()
+        assert scheduler.stats().violations == 0
+    assert found[0].cached_tokens > 0
+    assert_same(found, expected)
+
+
+def test_grammars(small_chat: Checkpoints) -> None:
+    """Rank 0 alone follows them; their masks and forced text are commands."""
+    form = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+    params = [
+        SamplingParams(
+            seed=0, max_tokens=24, grammar=grammar.json_schema({**form, "additionalProperties": False})
+        ),
+        SamplingParams(temperature=0, max_tokens=24, grammar=grammar.choice(["maybe not", "certainly"])),
+        SamplingParams(seed=1, max_tokens=12),
+    ]
+    texts = []
+    for ranks in (1, 2):
+        settings = small_chat.drafting("EAGLE3", SHAPE) | {"dtype": "float64", "context_length": 128}
+        with LLM(str(small_chat.target), cpu_threads=1, tensor_parallel_size=ranks, **settings) as llm:
+            texts.append([each.text for each in llm.generate(["User: one."] * 3, params)])
+    assert texts[0] == texts[1]
+    assert isinstance(json.loads(texts[0][0])["a"], int)
+    assert texts[0][1] in ("maybe not", "certainly")
+
+
+def run_failing(part: str, error: Exception) -> Any:
+    """A rank other than 0 fails there."""
+    return patch(f"specserve.process.follower.{part}", side_effect=error)
+
+
+def test_an_error_of_a_rank_is_told_with_its_number(
+    agreeing: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make_scheduler(agreeing.target, tensor_parallel_size=2)
+    with closing(scheduler), run_failing("decode", RuntimeError("boom")):
+        with pytest.raises(RankGone, match="rank 1: RuntimeError: boom"):
+            answer_all(scheduler, WORK)
+        with pytest.raises(RankGone):
+            scheduler.work_ahead()
+    assert "rank 1 failed" in caplog.text
+
+
+def test_a_rank_that_cannot_load_ends_the_start(agreeing: Checkpoints) -> None:
+    with (
+        run_failing("create_context", ValueError("--dtype: not here")),
+        pytest.raises(ValueError, match=r"^--dtype: not"),
+    ):
+        make_scheduler(agreeing.target, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="ranks run on a CPU alone"):
+        create_scheduler(replace(config_of(agreeing), device="cuda"))
+
+
+def config_of(models: Checkpoints) -> EngineConfig:
+    given = {"model_path": str(models.target), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
+    return resolve_engine(make_settings(**given, device="cpu"))[2]
+
+
+class Processes:
+    """Starts ranks as processes, and remembers them."""
+
+    def __init__(self) -> None:
+        self.found: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, *sockets: Any) -> Any:
+        self.found.append(start_process(*sockets))
+        return self.found[-1]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "not answer")]
+)
+def test_a_process_that_ends_or_hangs_ends_the_engine(
+    number: signal.Signals,
+    words: str,
+    agreeing: Checkpoints,
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that ends is noticed while there is nothing to do. None is left."""
+    processes = Processes()
+    monkeypatch.setattr(followers, "start_process", processes)
+    monkeypatch.setattr(followers, "HANG", 0.5)
+    monkeypatch.setattr(followers, "GRACE", 0.5)
+    monkeypatch.setattr(worker, "REST", 0.1)
+    settings = {"device": "cpu", "dtype": "float64", "skip_tokenizer_init": True, "max_total_tokens": 256}
+    with LLM(str(agreeing.target), tensor_parallel_size=2, **settings) as llm:
+        (answer,) = llm.generate(LONG, WORK[0][1])
+        assert answer.token_ids == expected[0].tokens
+        (process,) = processes.found
+        assert process.poll() is None
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            wait(lambda: all(each.name != "specserve-engine" for each in threading.enumerate()), 20)
+        with pytest.raises(RuntimeError, match=f"the engine failed: RankGone: rank 1 .*{words}"):
+            llm.generate(LONG, WORK[0][1])
+    assert process.poll() is not None
