@@ -47,7 +47,7 @@ UNCUT = ("gptq act order", "gptq act order of each", "W4A16 act order")
 
 def dummy(path: Path, family: str, **changes: Any) -> Path:
     name, fields = CONFIGS[family]
-    text = "Text" if name.startswith("Gemma") else ""
+    text = "Text" if name.startswith(("Gemma", "Qwen3_5")) else ""
     config = getattr(transformers, f"{name}{text}Config")(**{**SIZES, **fields, **changes})
     (path / "config.json").write_text(
         json.dumps({**config.to_dict(), "architectures": [f"{name}ForCausalLM"]})

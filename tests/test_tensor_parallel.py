@@ -76,8 +76,8 @@ def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected:
     assert any(each.usage.accepted for each in found) == (method != NONE)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "deepseek v3"])
-def test_sinks_biases_of_experts_and_latents(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek v3", "qwen3 next"])
+def test_sinks_biases_of_experts_latents_and_states(family: str, tmp_path: Path) -> None:
     path = dummy(tmp_path, family, max_position_embeddings=64)
     settings: dict[str, Any] = {"load_format": "dummy", "page_size": 4}
     expected = answer_all(make_scheduler(path, **settings), WORK)

@@ -93,9 +93,14 @@ class LayerConfig:
         a size that can't be shared out."""
         if ranks.count == 1:
             return self
-        unit = self.weights.unit
+        unit, state = self.weights.unit, self.state
+        if state is not None:
+            keys = ranks.share(state.key_heads, "linear_num_key_heads")
+            values = ranks.share(state.value_heads, "linear_num_value_heads")
+            state = replace(state, key_heads=keys, value_heads=values)
         return replace(
             self,
+            state=state,
             num_heads=ranks.share(self.num_heads, "num_attention_heads"),
             num_kv_heads=ranks.share(self.num_kv_heads, "num_key_value_heads", repeat=True),
             intermediate_size=ranks.share(self.intermediate_size, "intermediate_size", unit=unit),

@@ -26,25 +26,30 @@ class Convolution(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.shares = {"weight": channels}
 
 
 class GatedDeltaNet(nn.Module):
     """A block in the place of attention. ``layer``: its number in the model; ``index``: among the layers that keep a
     state. Decay and correction have 16 bits in quantized files, so that they are a projection of their own.
-    ``grouped``: files have the parts of either projection together, by key head."""
+    ``grouped``: files have the parts of either projection together, by key head. Each rank has some key heads with
+    their value heads, and the sum over ranks follows ``out_proj``."""
 
     grouped: ClassVar[bool] = False
 
     def __init__(self, config: LayerConfig, state: DeltaState, layer: int, index: int) -> None:
         super().__init__()
-        self.index, self.state = index, state
+        self.index, self.state, self.ranks = index, state, config.ranks
+        self.shares = dict.fromkeys(("A_log", "dt_bias"), state.value_heads)
         name, size, new = f"layers.{layer}.linear_attn", config.hidden_size, config.weights.projection
         channels, values = sum(state.parts), state.parts[-1]
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         many = {"in_proj_qkv": channels, "in_proj_z": values}
         few = {"in_proj_b": state.value_heads, "in_proj_a": state.value_heads}
         if self.grouped:
-            many, few = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * state.value_heads}
+            heads, group = state.key_heads, state.value_heads // state.key_heads
+            many = {"in_proj_qkvz": heads * ((channels + values) // heads)}
+            few = {"in_proj_ba": heads * (2 * group)}
         self.in_proj_qkvz, self.in_proj_ba = (new(name, size, parts, bias=False) for parts in (many, few))
         self.conv1d = Convolution(channels, state.width)
         self.A_log, self.dt_bias = (
@@ -69,7 +74,7 @@ class GatedDeltaNet(nn.Module):
             out_TI, gate_TI, residual_TH = out_TI[wanted_W], gate_TI[wanted_W], residual_TH[wanted_W]
         normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps)
         gated_TI = normed_XU.view(out_TI.shape).to(wide) * F.silu(gate_TI.to(wide))
-        return self.out_proj(gated_TI.to(out_TI.dtype)), residual_TH
+        return self.ranks.sum(self.out_proj(gated_TI.to(out_TI.dtype))), residual_TH
 
     def projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""

@@ -20,7 +20,6 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.delta_net import GatedDeltaNet
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
-from specserve.layers.ranks import FLAG
 from specserve.layers.rotary import Rope
 from specserve.models.config import FULL
 from specserve.models.partial_rope import PartialAttention, PartialConfig, PartialModel
@@ -80,8 +79,6 @@ class DeltaLayer(AttentionLayer):
 
     def __init__(self, config: HybridConfig, state: DeltaState, layer: int) -> None:
         nn.Module.__init__(self)
-        if config.ranks.count > 1:
-            raise ValueError(f"{FLAG}: states are not shared out yet; expected 1, found {config.ranks.count}")
         self.rope = config.rope
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.linear_attn = self.net_class(config, state, layer, config.index)

@@ -331,7 +331,7 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
-    states = _states(config, dtype, device)
+    states = _states(config, dtype, device, ranks)
     longest, fraction = config.context_length, config.mem_fraction_static
     share = fraction / ranks.count if device.type == "cpu" else fraction
     pages = ranks.least(pool_pages(pool_config, config.max_total_tokens, share, device, longest))
@@ -436,9 +436,9 @@ def _pool(config: PoolConfig, pages: int, device: torch.device, context_length: 
     return pool
 
 
-def _states(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> States | None:
+def _states(config: EngineConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> States | None:
     """Make the states of layers that keep one. Raises ValueError if the device has too little memory."""
-    layers, requests = config.model.states, config.max_running_requests
+    layers, requests = config.model.on(ranks).states, config.max_running_requests
     if not layers:
         return None
     try:
