@@ -39,7 +39,7 @@ WORK = [
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 64, "chunked_prefill_size": 16}
 SHAPE = 3, 2, 6
 SHAPES = "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"
-METHODS = "EAGLE", "DOMINO", "HYDRA", "STANDALONE", "P_EAGLE", "EAGLE3+NGRAM"
+METHODS = "DOMINO", "STANDALONE", "P_EAGLE", "EAGLE3+NGRAM"
 
 
 @pytest.fixture(autouse=True)

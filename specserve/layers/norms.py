@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.embedding import Embedding
+from specserve.layers.ranks import ONE, Ranks
 from specserve.layers.weights import Projection
 
 
@@ -18,6 +19,7 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale. ``rounds``: there is a launch that quantizes it as well."""
 
     rounds: ClassVar[bool] = True
+    shares: Mapping[str, int] = {}  # replaced, never mutated
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -27,9 +29,16 @@ class RMSNorm(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         return rms_norm(x_TH, self.weight, self.eps)
 
-    def heads(self, x_TND: Tensor) -> Tensor:
-        """Normalize every head, or all of them together, by the weight's size."""
-        return rms_norm(x_TND.reshape(-1, len(self.weight)), self.weight, self.eps).view(x_TND.shape)
+    def heads(self, x_TND: Tensor, ranks: Ranks = ONE) -> Tensor:
+        """Normalize every head, or all of them together, by the weight's size; together also over ``ranks``, each of
+        which has as many."""
+        x_TH = x_TND.reshape(-1, len(self.weight))
+        if ranks.count == 1:
+            return rms_norm(x_TH, self.weight, self.eps).view(x_TND.shape)
+        wide_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
+        mean_T1 = ranks.sum(wide_TH.square().sum(-1, keepdim=True)) / (len(self.weight) * ranks.count)
+        scaled_TH = (wide_TH * (mean_T1 + self.eps).rsqrt()).to(self.weight.dtype)
+        return (scaled_TH * self.weight).to(x_TH.dtype).view(x_TND.shape)
 
     def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
         """Return the norm of the tokens' embeddings, and the embeddings."""

@@ -16,7 +16,6 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm, WideRMSNorm
-from specserve.layers.ranks import FLAG
 from specserve.layers.rotary import Rope, RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
@@ -27,16 +26,15 @@ class OlmoAttention(Attention):
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__(config, layer, norm)
-        if config.ranks.count > 1:
-            raise ValueError(f"{FLAG} must be 1: the norms of all heads together need them on one rank")
         q, k, _ = (heads * config.head_dim for heads in config.heads)
         self.q_norm, self.k_norm = norm(q, config.rms_norm_eps), norm(k, config.rms_norm_eps)
+        self.q_norm.shares, self.k_norm.shares = {"weight": q}, {"weight": k}
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         assert self.q_norm is not None
         assert self.k_norm is not None
-        q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
-        return torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
+        (q_TND, k_TND, v_TND), ranks = qkv_TND.split(self.config.heads, 1), self.config.ranks
+        return torch.cat([self.q_norm.heads(q_TND, ranks), self.k_norm.heads(k_TND, ranks), v_TND], 1)
 
     @property
     def head_norms(self) -> None:
