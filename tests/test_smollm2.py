@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,6 @@ def test_a_model_asks_itself(tmp_path: Path) -> None:
     data = np.load(tmp_path / "answers.npz")
     tokens, mask, starts = data["tokens"], data["mask"], data["starts"]
     assert len(starts) == kept + 1 > 1
-    assert all(np.diff(mask[a:b]).tolist().count(1) == 1 for a, b in zip(starts, starts[1:], strict=False))
+    assert all(np.diff(mask[a:b]).tolist().count(1) == 1 for a, b in pairwise(starts))
     assert all(mask[starts[1:] - 1])
     assert set(tokens[starts[1:] - 1]) == {end}
