@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -433,9 +433,9 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            declared = SETTINGS[field.name]
-            check_value(declared, getattr(self, field.name), declared.flag)
+        for name, declared in SETTINGS.items():
+            if (value := getattr(self, name)) is not declared.default:  # a default is valid
+                check_value(declared, value, declared.flag)
         if self.disable_overlap_schedule and self.overlap_schedule == "on":
             raise ValueError("--disable-overlap-schedule contradicts --overlap-schedule on")
 
