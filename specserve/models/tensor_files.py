@@ -39,6 +39,7 @@ _EXPERTS = re.compile(
 )
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
+SMALL = 1 << 24  # bytes of a file that is mapped once for all of its tensors
 
 
 class Header(NamedTuple):
@@ -85,8 +86,8 @@ def _projections(experts: str, fused: str) -> list[str]:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint directory by canonical name. Each safetensors tensor is mapped separately and
-    released after use, so memory never holds a whole copy of the weights."""
+    """The tensors of a checkpoint directory by canonical name. Each safetensors tensor is mapped separately, but those
+    of a ``SMALL`` file, and released after use, so memory never holds a whole copy of the weights."""
 
     verb = "read"
 
@@ -194,7 +195,7 @@ class TensorFiles:
         if name in self._parts or file in self._pickled:
             found = self._reader(name)
         else:
-            found = _open_safetensors(file).get_tensor(stored)
+            found = self._opening(file).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
 
@@ -202,11 +203,12 @@ class TensorFiles:
         """Return the tensor, or an object that reads parts of it."""
         file, stored = self.file(name), self._files[name][1]
         found = (
-            self._pickled[file][stored]
-            if file in self._pickled
-            else _open_safetensors(file).get_slice(stored)
+            self._pickled[file][stored] if file in self._pickled else self._opening(file).get_slice(stored)
         )
         return self._parts[name].of(found) if name in self._parts else found
+
+    def _opening(self, file: Path) -> Any:
+        return self._opened[file] if file.stat().st_size <= SMALL else _open_safetensors(file)
 
     def check(self, name: str, target: Tensor, cut: Cut | None = None) -> None:
         """Raise ValueError naming the file if there is no tensor ``name`` of which a parameter's ``target`` can be the
