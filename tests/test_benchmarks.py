@@ -106,7 +106,7 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
         ("adaptive", ["--batches", "1", "2", "--shapes", "2,1,3", "--requests", "4"]),
         ("changing_load", ["--seconds", "0.05", "--plot", "PICTURE"]),
         ("adaptive long_context", []),
-        ("changing_load mixed_batch", ["--seconds", "0.2"]),
+        ("changing_load mixed_batch", ["--seconds", "0.1"]),
         ("constrained_speed", ["--batches", "2", "--shapes", "3,1,4", "--schemas", "bounded"]),
         ("steps single_stream", ["--max-batch", "1", "--shapes", "off", "7,1,8", "--quantization", "int4"]),
     ],

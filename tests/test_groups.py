@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from tests.reference.draft_models import make_eagle3
 from tests.reference.models import make_gemma3, make_mistral
 
 WINDOW = 8
+Work = tuple[list[int], SamplingParams]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,24 @@ def check_holds(scheduler: Scheduler) -> None:
             assert 0 not in hold.pages
 
 
+@cache
+def alone(target: Path) -> tuple[dict[str, Work], list[list[int]]]:
+    """Eight requests, and their texts where all pages are kept."""
+    rng = random.Random(3)
+    work = {
+        str(index): (
+            drawn(rng.randint(0, 3) * 10, seed=rng.randint(1, 2)) + drawn(rng.randint(1, 35), index),
+            SamplingParams(
+                temperature=rng.choice([0, 0.8]), seed=index, max_tokens=rng.randint(1, 30), ignore_eos=True
+            ),
+        )
+        for index in range(8)
+    }
+    plain = make_scheduler(target, disable_hybrid_kv_cache_manager=True)
+    assert len(plain.memory.windows) == 1
+    return work, [answer.tokens for answer in answer_all(plain, list(work.values()))]
+
+
 @pytest.mark.parametrize(
     ("family", "method", "shape", "page"),
     [
@@ -123,20 +143,8 @@ def test_nothing_reads_a_freed_page(
     """Requests of up to eight windows come, share beginnings, are preempted and aborted, in chunks shorter and longer
     than a window."""
     models: Checkpoints = request.getfixturevalue(family)
-    rng = random.Random(page)
-    work = {
-        str(index): (
-            drawn(rng.randint(0, 3) * 10, seed=rng.randint(1, 2)) + drawn(rng.randint(1, 35), index),
-            SamplingParams(
-                temperature=rng.choice([0, 0.8]), seed=index, max_tokens=rng.randint(1, 30), ignore_eos=True
-            ),
-        )
-        for index in range(12)
-    }
-    plain = make_scheduler(models.target, disable_hybrid_kv_cache_manager=True)
-    assert len(plain.memory.windows) == 1
-    expected = answer_all(plain, list(work.values()))
-    preemptions = 0
+    work, expected = alone(models.target)
+    rng, preemptions = random.Random(page), 0
     for chunk, overlap in ((3, "on"), (20, "off")):
         with priced(by_levels(0.1)):  # how long steps take decides nothing
             scheduler = models.scheduler(
@@ -159,8 +167,19 @@ def test_nothing_reads_a_freed_page(
         assert freed
         preemptions += scheduler.stats().preemptions
         for rid, answer in client.answers.items():
-            assert answer.tokens == expected[int(rid)].tokens, rid
+            assert answer.tokens == expected[int(rid)], rid
     assert preemptions > 0 or page == 4 * WINDOW or family == "mistral"
+
+
+@cache
+def cold_scheduler(target: Path) -> Scheduler:
+    return make_scheduler(target, disable_radix_cache=True, disable_hybrid_kv_cache_manager=True)
+
+
+@cache
+def cold(target: Path, *prompt: int) -> list[int]:
+    """Ten tokens, of a run that found no prefix."""
+    return answer_one(cold_scheduler(target), list(prompt), greedy(10)).tokens
 
 
 @pytest.mark.parametrize(("drafting", "page"), [(True, 1), (True, 4), (True, 16), (False, 4)])
@@ -171,16 +190,14 @@ def test_prefixes_are_found_where_every_group_can_go_on(
     settings: dict[str, Any] = {"page_size": page, "chunked_prefill_size": 12}
     method, shape = ("EAGLE3", (3, 4, 12)) if drafting else ("NONE", None)
     text, warm = drawn(6 * WINDOW), gemma.scheduler(method, shape, **settings)
-    cold = make_scheduler(gemma.target, disable_radix_cache=True, disable_hybrid_kv_cache_manager=True)
     with poisoned(warm):
         first = answer_one(warm, text, greedy(3 * WINDOW))
         for length in (5, WINDOW - 1, WINDOW + 1, 4 * WINDOW + 3, 6 * WINDOW, 6 * WINDOW):
             prompt = [*text[:length], *drawn(9, length)]
-            found, expected = (answer_one(each, prompt, greedy(10)) for each in (warm, cold))
-            assert found.tokens == expected.tokens, length
+            assert answer_one(warm, prompt, greedy(10)).tokens == cold(gemma.target, *prompt), length
         later = [*text, *first.tokens, 1, 2, 3]
-        found, expected = (answer_one(each, later, greedy(10)) for each in (warm, cold))
-        assert found.tokens == expected.tokens
+        found = answer_one(warm, later, greedy(10))
+        assert found.tokens == cold(gemma.target, *later)
         assert found.cached_tokens >= 9 * WINDOW - 1 - page
     assert not warm.memory.problems()
     warm.flush_cache()

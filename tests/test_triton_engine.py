@@ -44,8 +44,8 @@ PROMPTS = [
     [*range(20, 38)],
 ]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=5),
-    SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=5),
+    SamplingParams(temperature=0, max_tokens=4),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=4),
     SamplingParams(
         temperature=0.7,
         seed=6,
@@ -53,7 +53,7 @@ PARAMS = [
         repetition_penalty=1.2,
         logit_bias={3: 2.0, 8: -100.0},
         top_k=20,
-        max_tokens=5,
+        max_tokens=4,
     ),
 ]
 
@@ -181,8 +181,8 @@ def deepseek_with_nextn(path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("made", "longest"),
     [
-        (gemma3_with_eagle3, 86),
-        (gemma4_with_assistant, 86),
+        (gemma3_with_eagle3, 82),
+        (gemma4_with_assistant, 82),
         (experts_with_eagle3, 30),
         (gpt_oss_with_eagle3, 30),
         (deepseek_with_nextn, 30),

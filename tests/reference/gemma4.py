@@ -114,23 +114,34 @@ def load(path: Path) -> Any:
 _loaded = cache(load)
 
 
+@cache
+def _seen(target: Path, committed: tuple[int, ...]) -> Any:
+    return _loaded(target).model(
+        torch.tensor([committed[:-1]]), use_cache=False, return_shared_kv_states=True
+    )
+
+
+@cache
+def _after(assistant: Path, target: Path, committed: tuple[int, ...], path: tuple[int, ...]) -> Any:
+    """The assistant's output; that of the path's beginning is computed once for all that go on from it."""
+    seen = _seen(target, committed)
+    before = _after(assistant, target, committed, path[:-1]) if path else seen
+    token = path[-1] if path else committed[-1]
+    embedded = _loaded(target).model.embed_tokens(torch.tensor([[token]]))
+    return _loaded(assistant)(
+        inputs_embeds=torch.cat([embedded, before.last_hidden_state[:, -1:]], -1),
+        position_ids=torch.tensor([[len(committed) - 1]]),
+        shared_kv_states=dict(seen.shared_kv_states),
+    )
+
+
 @torch.no_grad()
 def next_logits(assistant: Path, target: Path, committed: Sequence[int], path: Sequence[int]) -> Tensor:
     """Of the assistant after committed tokens, the root last, and a path. It is given exactly the entries before the
     root; the class's own ``generate`` gives it those of rejected candidates, too."""
-    draft, model, root = _loaded(assistant), _loaded(target), len(committed) - 1
+    draft, _ = _loaded(assistant), _loaded(target)
     with float32_means_float64():
-        seen = model.model(torch.tensor([committed[:-1]]), use_cache=False, return_shared_kv_states=True)
-        state = seen.last_hidden_state[:, -1:]
-        for token in (committed[-1], *path):
-            embedded = model.model.embed_tokens(torch.tensor([[token]]))
-            out = draft(
-                inputs_embeds=torch.cat([embedded, state], -1),
-                position_ids=torch.tensor([[root]]),
-                shared_kv_states=dict(seen.shared_kv_states),
-            )
-            state = out.last_hidden_state
-    logits: Tensor = out.logits[0, 0]
+        logits: Tensor = _after(assistant, target, tuple(committed), tuple(path)).logits[0, 0]
     if draft.config.use_ordered_embeddings:
         logits = logits.masked_fill(logits == logits.min(), -torch.inf)
     return logits
