@@ -55,10 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Importing tests makes no garbage, only many objects, which would be looked through time and again."""
+    """Importing tests makes no garbage, only many objects, which would be looked through time and again. Nor do tests
+    make much."""
     gc.disable()
     found = yield
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)
     return found
 
 

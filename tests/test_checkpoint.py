@@ -137,13 +137,13 @@ def test_an_index_decides_which_copy_counts(kind: str, holder: int, tmp_path: Pa
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
     """Neither its own nor the file's pages: a container's limit counts both."""
-    path = make_llama(tmp_path, hidden=512, inner=2048, layers=10)
+    path = make_llama(tmp_path, hidden=512, inner=2048, layers=6)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(path)], env=environ, capture_output=True, text=True, check=True
     )
     peak, size = map(int, done.stdout.split())
-    assert size > 150e6
+    assert size > 90e6
     assert peak < 1.5 * size
 
 

@@ -42,6 +42,7 @@ def checkpoint(path: Path) -> Checkpoint:
     return state, json.loads((path / "config.json").read_text())
 
 
+@cache
 def target_logits(family: Family) -> llama.LlamaOutput:
     return llama.forward(*checkpoint(family.target), TOKENS)
 

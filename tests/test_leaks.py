@@ -10,7 +10,7 @@ from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, make_scheduler
 
-REQUESTS = 180
+REQUESTS = 130
 SLOTS = 8
 
 
@@ -59,7 +59,7 @@ def run_mixed(scheduler: Scheduler, rng: random.Random, count: int) -> Client:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "cache", "page_size", "count"), [("on", True, 4, REQUESTS), ("off", False, 1, 120)]
+    ("overlap", "cache", "page_size", "count"), [("on", True, 4, REQUESTS), ("off", False, 1, 100)]
 )
 def test_everything_is_whole_again(
     overlap: str, cache: bool, page_size: int, count: int, agreeing: Checkpoints

@@ -30,7 +30,7 @@ from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
 from tests.reference.glm import make_glm
 from tests.reference.gpt_oss import make_gpt_oss
-from tests.reference.models import make_gemma3, make_qwen3_moe
+from tests.reference.models import make_gemma3
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
 
@@ -160,12 +160,6 @@ def gemma4_with_assistant(path: Path) -> tuple[Path, Path]:
     return target, make_assistant(path / "draft", target, agree=True, clusters=(16, 5), **sizes)
 
 
-def experts_with_eagle3(path: Path) -> tuple[Path, Path]:
-    sizes = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 1}
-    target = make_qwen3_moe(path / "target", **sizes, branch_scale=0.1)
-    return target, make_eagle3(path / "draft", target)
-
-
 def gpt_oss_with_eagle3(path: Path) -> tuple[Path, Path]:
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     target = make_gpt_oss(path / "target", **sizes, sliding_window=80, num_hidden_layers=3)
@@ -183,7 +177,6 @@ def deepseek_with_nextn(path: Path) -> tuple[Path, Path]:
     [
         (gemma3_with_eagle3, 82),
         (gemma4_with_assistant, 82),
-        (experts_with_eagle3, 30),
         (gpt_oss_with_eagle3, 30),
         (deepseek_with_nextn, 30),
     ],

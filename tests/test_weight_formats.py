@@ -365,10 +365,10 @@ def test_speculation_changes_no_text(
         target = quantize(agreeing_wide.target, tmp_path / "target", weights)
         agreeing_wide, settings = replace(agreeing_wide, target=target), {"dtype": "float32"}
     params = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0.0, 0.8)]
-    items = [(TOKENS[: 3 + 3 * n], each) for n in range(4) for each in params]
+    items = [(TOKENS[: 4 + 4 * n], each) for n in range(3) for each in params]
     plain = answer_all(make_scheduler(agreeing_wide.target, **settings), items)
     alone = {"max_running_requests": 1, "chunked_prefill_size": 4, "page_size": 1}
-    for shape, more, first in (((4, 3, 10), {}, 0), ((4, 1, 5), alone, 6)):
+    for shape, more, first in (((4, 3, 10), {}, 0), ((4, 1, 5), alone, 4)):
         drafted = answer_all(agreeing_wide.scheduler("EAGLE3", shape, **settings, **more), items[first:])
         assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain[first:]]
         assert sum(answer.usage.accepted for answer in drafted) > 2 * len(drafted)

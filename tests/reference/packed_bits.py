@@ -134,8 +134,7 @@ def gptq_weight(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Ten
     size = inputs if config["group_size"] < 0 else config["group_size"]
     groups = tensors["g_idx"].tolist() if "g_idx" in tensors else in_order(inputs, size).tolist()
     scale = tensors["scales"].double()
-    columns = [(values[:, k] - zero[g]).double() * scale[g] for k, g in enumerate(groups)]
-    return torch.stack(columns, 1)
+    return (values - zero[groups].T).double() * scale[groups].T
 
 
 def pack_quantized(
@@ -173,8 +172,7 @@ def pack_quantized_weight(tensors: Mapping[str, Tensor], config: Mapping[str, An
     fields = next(iter(config["config_groups"].values()))["weights"]
     size = fields["group_size"] if fields["strategy"] == "group" else inputs
     groups = (tensors["weight_g_idx"] if "weight_g_idx" in tensors else in_order(inputs, size)).tolist()
-    columns = [(values[:, k] - zero[:, g]).double() * scale[:, g] for k, g in enumerate(groups)]
-    return torch.stack(columns, 1)
+    return (values - zero[:, groups]).double() * scale[:, groups]
 
 
 E2M1 = torch.tensor([sign * each for sign in (1, -1) for each in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
