@@ -74,7 +74,6 @@ def plain() -> list[list[int]]:
         ("EAGLE3", 50.0),
         ("EAGLE3", 0.05),
         ("EAGLE", 0.05),
-        ("DSPARK", 0.05),
         ("MEDUSA", 0.05),
         ("MLP_SPECULATOR", 0.05),
         ("EAGLE3+SUFFIX", 0.05),

@@ -14,7 +14,7 @@ from examples.bundled_model.dialogues import Dialogue, dialogues
 from examples.bundled_model.generators import arithmetic, countries, culture, nature, rewriting, writing
 from examples.bundled_model.generators.common import Kind
 
-SAMPLE = 20_000
+SAMPLE = 10_000
 PROMPTS = Path(make_questions.__file__).with_name("prompts.jsonl")
 EQUATION = re.compile(r"(?<![\d+*/-] )(?<!\d)(\d+) ([-+*/]) (\d+) = (-?\d+)")
 ALL_KINDS: tuple[Kind, ...] = (

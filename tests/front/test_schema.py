@@ -128,7 +128,7 @@ def test_random_requests(serve: Serve, settings: dict[str, Any]) -> None:
     """The server never fails, and says nothing that is not described."""
     client, engine = serve("a reply", **settings)
     rng, statuses = random.Random(0), []
-    for index in range(300):
+    for index in range(200):
         route = (CHAT, COMPLETIONS)[index % 2]
         model = REQUESTS[route]
         fields = {name: LIKELY[name] for name in model.model_fields if name in LIKELY}
@@ -173,7 +173,7 @@ def test_random_requests_of_other_apis(serve: Serve, route: str) -> None:
     rng, statuses, model = random.Random(1), [], OTHERS[route]
     likely = {"model": "tiny", "input": "hi", "messages": HELLO, "max_tokens": 9}
     error = schema.Error if route == RESPONSES else schema.AnthropicError
-    for _ in range(400):
+    for _ in range(250):
         fields = {name: likely[name] for name in model.model_fields if name in likely}
         names = [*model.model_fields, *model.refused, "unknown"]  # type: ignore[attr-defined]
         fields |= {
