@@ -4,10 +4,12 @@ wrong."""
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
@@ -16,6 +18,7 @@ from specserve.config.paths import resolve_paths
 from specserve.config.settings import Settings
 from specserve.speculation.shape import StepShape
 from tests.engines import Shape, answer_all, context_of, record_drafts
+from tests.ranks import ranks_in_threads
 from tests.reference import gemma4
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, SMALL, make_assistant, make_gemma4
@@ -95,6 +98,18 @@ def test_an_assistant_that_fits_is_accepted(kind: str, agreeing: Models) -> None
     assert answer.usage.accepted / answer.usage.steps > 0.5
     context = context_of(scheduler)
     assert (len(context.pool.layers), context.drafter.scratch(StepShape.plain(1))) == (3, 0), "no cache"
+
+
+def test_ranks_share_an_assistant_like_its_target(agreeing: Models) -> None:
+    found = []
+    for ranks in (1, 2):
+        with ranks_in_threads(torch.float64):
+            draft, settings = agreeing.drafts[METHOD], {"tensor_parallel_size": ranks}
+            with closing(scheduler_of(METHOD, agreeing.target, draft, (3, 3, 9), **settings)) as scheduler:
+                params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+                found += answer_all(scheduler, [([3, 9, 14, 2] * 3, params)])
+    assert (found[0].tokens, found[0].usage) == (found[1].tokens, found[1].usage)
+    assert found[0].usage.accepted
 
 
 def test_a_cached_prompt_drafts_as_a_computed_one(tmp_path: Path) -> None:

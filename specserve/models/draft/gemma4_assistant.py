@@ -22,7 +22,7 @@ from specserve.layers.batch import Attend, TokenBatch
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.linear import Linear
-from specserve.layers.ranks import FLAG
+from specserve.layers.ranks import whole_of
 from specserve.methods import MODEL_TYPES, DraftSettings
 from specserve.models.base import TargetModel
 from specserve.models.config import COUNT, OBJECT, ModelConfig, check, layer_config, read_json
@@ -103,21 +103,20 @@ def _read_layers(fields: Mapping[str, Any], file: Path, target: ModelConfig) -> 
 
 
 def _reading(layer: LayerConfig, target: ModelConfig) -> LayerConfig:
-    """Let a layer read the target's last keys and values of its kind."""
-    if target.ranks.count > 1:
-        raise ValueError(f"{FLAG} must be 1: it reads the target's keys and values of all heads")
+    """Let a layer read the target's last keys and values of its kind. Ranks share it out like that one."""
     number = last_stored(target.layers).get(layer.rope)
     if number is None:
         raise ValueError("its layers with a window read such a layer of the target, which has none")
     read, softmax = target.layers[number], layer.softmax
-    if layer.head_dim != read.head_dim or layer.num_heads % read.num_kv_heads:
+    kv_heads = whole_of(read.num_kv_heads)
+    if layer.head_dim != read.head_dim or layer.num_heads % kv_heads:
         raise ValueError(
             f"{layer.num_heads} heads of {layer.head_dim} do not fit the target's layer {number}, of "
-            f"{read.num_kv_heads} KV heads of {read.head_dim}"
+            f"{kv_heads} KV heads of {read.head_dim}"
         )
     if softmax.window is not None:
         softmax = replace(softmax, window=softmax.window + SEES)
-    return replace(layer, reads=number, softmax=softmax)
+    return replace(layer, num_kv_heads=kv_heads, reads=number, softmax=softmax).on(target.ranks)
 
 
 class Clusters(nn.Module):
