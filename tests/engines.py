@@ -110,10 +110,10 @@ def held_as_on_a_gpu(yes: bool = True) -> Iterator[None]:
 
 
 def multiply_integers(module: torch.nn.Module) -> None:
-    """Make each ``Linear`` what one in 16 bits is in an int8 draft on a GPU, wherever it is."""
+    """Make each ``Linear`` that is quantized what one in 16 bits is in an int8 draft on a GPU, wherever it is."""
     with patch.object(linear, "multiplies_integers", return_value=True):
         for name, child in list(module.named_modules()):
-            if isinstance(child, linear.Linear):
+            if isinstance(child, linear.Linear) and not (child.stacked or child.kept_plain):
                 module.set_submodule(name, linear.QuantizedLinear(child, torch.int8))
 
 

@@ -14,7 +14,7 @@ from benchmarks.lossless import Models, make_items, run_matrix
 from specserve import SamplingParams
 from specserve.layers.weights import Projection
 from specserve.models.checkpoint import load_target
-from tests.engines import answer_all, make_scheduler
+from tests.engines import answer_all, head_of, make_scheduler, multiply_integers
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import draw_weights
 from tests.reference.glm import make_glm
@@ -86,3 +86,12 @@ def test_formats(stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     assert sum(each.usage.accepted for each in drafted) > 4
     assert "no parameter reads" not in caplog.text
+
+
+def test_a_draft_in_int8(tmp_path: Path) -> None:
+    """Stores rows of its projection of the layer's input, of which it has queries, too."""
+    target = make_glm(tmp_path / "target", family="DeepseekV3", **{**MLA, **GROUPS}, agree=True)
+    scheduler = scheduler_of("NEXTN", target, target, (3, 1, 4))
+    multiply_integers(head_of(scheduler))
+    (answer,) = answer_all(scheduler, [(prompts([5])[0], SamplingParams(temperature=0, max_tokens=12))])
+    assert answer.usage.accepted > 4

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv, next_power_of_2
+from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2
 from specserve_kernels.ops.layer.norm import normed, row_launch
 from specserve_kernels.ops.layer.rotary import rounded, turned
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
 
 _FEW_TOKENS = 16
-_BLOCK_I = 64
+_LEAST_O = 16  # outputs of a program
 
 
 def multiply_heads(x_TNI: Tensor, weight_NOI: Tensor) -> Tensor:
@@ -46,8 +46,10 @@ def _multiply(
 ) -> Tensor:
     assert x_TNI.stride(2) == 1
     (tokens, heads, _), (_, outputs, inputs) = x_TNI.shape, weight_NOI.shape
-    few = tokens <= _FEW_TOKENS
-    block_t, block_o = (_FEW_TOKENS, 64) if few else (64, 128)
+    block_t, block_o, block_i = (_FEW_TOKENS, 64, 128) if tokens <= _FEW_TOKENS else (64, 128, 64)
+    blocks, processors = cdiv(tokens, block_t) * heads, limits_of(x_TNI.device).processors
+    while block_o > _LEAST_O and blocks * cdiv(outputs, block_o) < processors:
+        block_o //= 2
     parts = cdiv(outputs, block_o) + (rope_P2R is not None)
     _multiply_kernel[(cdiv(tokens, block_t), heads, parts)](
         x_TNI,
@@ -64,7 +66,7 @@ def _multiply(
         X=out_TNX.shape[2],
         BLOCK_T=block_t,
         BLOCK_O=block_o,
-        BLOCK_I=_BLOCK_I,
+        BLOCK_I=block_i,
         HALF=1 if rope_P2R is None else next_power_of_2(rope_P2R.shape[2] // 2),
         num_warps=4,
         **overlap(),
