@@ -21,6 +21,7 @@ from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.linear import choose
 from specserve_kernels.ops.linear import packed as ops
 from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.reference.linear import floats
 from specserve_kernels.reference.linear import packed as reference
 from specserve_kernels.reference.linear import quantize as rounding
 from torch import Tensor
@@ -169,7 +170,8 @@ def test_scales_of_floats() -> None:
     matter."""
     values = torch.tensor([[8, 1], [9, 7]]).repeat_interleave(32, 1).byte()
     scale = 2.0 ** torch.tensor([[-40, 60], [-100, -76]])
-    packed = pack(Numbers(values, scale, None, 32, floats=True))
+    with patch.object(floats, "SLICE", 64):  # an output at a time
+        packed = pack(Numbers(values, scale, None, 32, floats=True))
     wanted = torch.tensor([[0, 2.0**59], [-(2.0**-101), 6 * 2.0**-76]]).repeat_interleave(32, 1)
     assert torch.equal(dequantize_packed(packed, torch.float32), wanted)
     for other in (2.0**-75, -(2.0**-76), 33 * 2.0**-80):
@@ -361,7 +363,7 @@ def test_every_shared_memory_holds_it(kind: Kind, gated: bool, shared_bytes: int
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_every_number_is_itself() -> None:
-    """All bytes of int8, all nibbles in all places: by the identity."""
+    """All bytes of int8, all nibbles in all places, all scales of floats: by the identity."""
     device = torch.device("cuda")
     eye = torch.eye(256, dtype=torch.bfloat16, device=device)
     code = torch.arange(256, dtype=torch.uint8, device=device)
@@ -372,6 +374,13 @@ def test_every_number_is_itself() -> None:
             weight = pack(Numbers(row, torch.ones(64, 1, device=device), zero))
             found = ops.packed_linear(eye, weight)
             assert torch.equal(found, dequantize_packed(weight, torch.bfloat16).T)
+    for group, dtype in itertools.product((16, 32), (torch.bfloat16, torch.float16)):
+        values = torch.randint(0, 16, (64, 256), dtype=torch.uint8, device=device)
+        scale = torch.randint(8, 16, (64, 256 // group), device=device) * 2.0 ** torch.arange(
+            -256 // group // 2, 256 // group // 2, device=device
+        )
+        weight = pack(Numbers(values, scale, None, group, floats=True))
+        assert torch.equal(ops.packed_linear(eye.to(dtype), weight), dequantize_packed(weight, dtype).T)
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ numbers: of all arrangements these take the fewest instructions."""
 PLACES = tuple((6 - size, 7 - size, 8 - size, 15 - sign) for size, sign in TURNS)
 """Where a word has the four bits of each pair's first number, the lowest first; those of the second are 16 higher."""
 _BIAS, _LARGEST, _LEAST = 29, 30, 6  # of a scale's exponent
+SLICE = 1 << 26  # numbers packed at a time, which bounds the copies
 
 
 def pack_floats(
@@ -33,6 +34,14 @@ def pack_floats(
     ``[O]``. ``values_OI``: uint8 from 0 to 15. Raises ValueError for scales that can't be stored."""
     if group not in FLOAT_GROUPS:
         raise ValueError(f"4-bit floats in groups of {group} inputs; accepted are 16 and 32")
+    one = scale_OG.new_ones(1, 1) if unit_O1 is None else unit_O1
+    given = values_OI, scale_OG, one.float().expand(len(values_OI), 1)
+    slices = [each.split(max(1, SLICE // values_OI.shape[1])) for each in given]
+    words, scales, units = zip(*(_pack(group, *each) for each in zip(*slices, strict=True)), strict=True)
+    return torch.cat(words), torch.cat(scales, 1).contiguous(), torch.cat(units)
+
+
+def _pack(group: int, values_OI: Tensor, scale_OG: Tensor, unit_O1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values_OGI = pad(values_OI, (0, -values_OI.shape[1] % group)).unflatten(1, (-1, group))
     fraction_OG, exponent_OG = torch.frexp(scale_OG.float())
     used_OG = ((values_OGI & 7) != 0).any(2) & (fraction_OG != 0)
@@ -47,10 +56,8 @@ def pack_floats(
     byte_OG = torch.where(used_OG, exponent_OG * 8 + fraction_OG.int(), 0).to(torch.uint8)
     byte_OG = pad(byte_OG, (0, -byte_OG.shape[1] % (FLOAT_STEP // group)))
     words_OP = _to_words(torch.where(used_OG[:, :, None], values_OGI, 0).flatten(1))
-    unit_O1 = torch.exp2(largest_O1 - (_LARGEST - _BIAS + 1.0)) * (
-        1.0 if unit_O1 is None else unit_O1.float()
-    )
-    return words_OP, byte_OG.unflatten(1, (-1, 4)).transpose(0, 1).contiguous(), unit_O1.flatten()
+    unit_O1 = torch.exp2(largest_O1 - (_LARGEST - _BIAS + 1.0)) * unit_O1
+    return words_OP, byte_OG.unflatten(1, (-1, 4)).transpose(0, 1), unit_O1.flatten()
 
 
 def unpack_scales(scale_WO4: Tensor) -> Tensor:
