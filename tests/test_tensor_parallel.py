@@ -76,12 +76,13 @@ def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected:
     assert any(each.usage.accepted for each in found) == (method != NONE)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "deepseek v3", "qwen3 next"])
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek v3", "deepseek v2 lite", "qwen3 next"])
 def test_sinks_biases_of_experts_latents_and_states(family: str, tmp_path: Path) -> None:
     path = dummy(tmp_path, family, max_position_embeddings=64)
     settings: dict[str, Any] = {"load_format": "dummy", "page_size": 4}
     expected = answer_all(make_scheduler(path, **settings), WORK)
-    tree = {"speculative_algorithm": "NGRAM", **dict(zip(SHAPES, SHAPE, strict=True))}
+    own = "NEXTN" if family == "deepseek v3" else "NGRAM"
+    tree = {"speculative_algorithm": own, **dict(zip(SHAPES, SHAPE, strict=True))}
     with closing(make_scheduler(path, tensor_parallel_size=2, **settings, **tree)) as scheduler:
         assert_same(answer_all(scheduler, WORK), expected)
 
