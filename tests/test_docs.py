@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specserve.methods import METHOD_NAMES
+from specserve.models.registry import ARCHITECTURES, AROUND
 from specserve.tools.train.drafts import DRAFTS
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,13 @@ def test_the_map_names_files_that_exist() -> None:
     assert not [
         path for path in paths if not (ROOT / path).exists() and not (ROOT / "specserve" / path).exists()
     ]
+
+
+def test_the_table_of_models_is_whole() -> None:
+    rows = re.findall(r"^\| .+ \| (`.+`) \| (?:yes|no) \|", (ROOT / "docs" / "models.md").read_text(), re.M)
+    shown = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    served = {re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in (*ARCHITECTURES, *AROUND)}
+    assert sorted(shown) == sorted(served)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
