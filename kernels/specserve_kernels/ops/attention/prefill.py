@@ -154,8 +154,9 @@ def _prefill_kernel(
     FAR: tl.constexpr,
 ):
     scale = (scale, inner_scale)
-    head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    if PACK > 1:  # tiles that a grid's second dimension may not hold
+        head, tile = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     slot = tl.program_id(2)
     first = tl.load(q_start + slot)
     count = (tl.load(q_start + slot + 1) - first).to(tl.int32)
@@ -306,7 +307,8 @@ def attend_chunks(
         tile = choose_tile(row_bytes, wide, *held)
     out, pack = q_TND.new_empty(tokens, heads, latent or size), heads if latent else 1
     kernel: Any = _prefill_kernel
-    kernel[(heads // pack, -(-max_tokens * pack // tile.rows), len(pages_BM))](
+    tiles = -(-max_tokens * pack // tile.rows)
+    kernel[(tiles, 1, len(pages_BM)) if pack > 1 else (heads, tiles, len(pages_BM))](
         q,
         kv,
         cache,
