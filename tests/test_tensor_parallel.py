@@ -194,11 +194,9 @@ def test_a_process_that_ends_or_hangs_ends_the_engine(
     expected: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that ends is noticed while there is nothing to do. None is left."""
+    """One that ends is noticed while there is nothing to do, one that hangs after 4 seconds. None is left."""
     processes = Processes()
     monkeypatch.setattr(followers, "start_process", processes)
-    monkeypatch.setattr(followers, "HANG", 0.5)
-    monkeypatch.setattr(followers, "GRACE", 0.5)
     monkeypatch.setattr(worker, "REST", 0.1)
     settings = {"device": "cpu", "dtype": "float64", "skip_tokenizer_init": True, "max_total_tokens": 256}
     with LLM(str(agreeing.target), tensor_parallel_size=2, **settings) as llm:
