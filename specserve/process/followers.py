@@ -193,7 +193,12 @@ class Followers:
             rank = rank if word is None else other
         if word is not None and word.error:
             return ValueError(word.error) if word.user_error else RankGone(f"rank {rank}: {word.error}")
-        try:
-            return RankGone(f"rank {rank} ended with code {self._processes[rank].wait(LAST_WORDS)}")
-        except subprocess.TimeoutExpired:
-            return RankGone(f"rank {rank} has ended")
+        with suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(LAST_WORDS)
+        codes = {each: process.poll() for each, process in self._processes.items()}
+        killed = [
+            each for each, code in codes.items() if code not in (None, 0, 1)
+        ]  # others left because of it
+        rank = killed[0] if killed else rank
+        code = codes[rank]
+        return RankGone(f"rank {rank} has ended" if code is None else f"rank {rank} ended with code {code}")
