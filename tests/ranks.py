@@ -18,6 +18,7 @@ from specserve.process.follower import follow
 from specserve.process.peers import RankGone, SocketPeers, connect
 
 Found = TypeVar("Found")
+FOLLOWER = "follower"  # the name of a rank's thread
 
 
 def on_ranks(count: int, work: Callable[[Ranks], Found]) -> list[Found]:
@@ -47,7 +48,7 @@ class ThreadRank:
         def run() -> None:
             self._code = follow(control, peers, lambda: True)
 
-        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread = threading.Thread(target=run, name=FOLLOWER, daemon=True)
         self._thread.start()
 
     def poll(self) -> int | None:

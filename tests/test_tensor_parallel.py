@@ -26,7 +26,7 @@ from specserve.process.followers import start_process
 from specserve.process.peers import RankGone
 from tests.engines import Answer, Checkpoints, Client, answer_all, make_scheduler
 from tests.front.processes import wait
-from tests.ranks import ranks_in_threads
+from tests.ranks import FOLLOWER, ranks_in_threads
 from tests.test_ranks import dummy
 
 LONG = [3, 5, 7, 9] * 7
@@ -153,6 +153,7 @@ def test_an_error_of_a_rank_is_told_with_its_number(
     with closing(scheduler), run_failing("decode", RuntimeError("boom")):
         with pytest.raises(RankGone, match="rank 1: RuntimeError: boom"):
             answer_all(scheduler, WORK)
+        wait(lambda: all(each.name != FOLLOWER for each in threading.enumerate()), 20)
         with pytest.raises(RankGone):
             scheduler.work_ahead()
     assert "rank 1 failed" in caplog.text
