@@ -23,6 +23,7 @@ from specserve.models.read_config import load_model_config
 from specserve.scheduler.limits import CALM, LEAST_CHUNK, OOMBackoff
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, answer_all, context_of, make_scheduler, requests_of
+from tests.reference.models import make_qwen3_5
 
 WORK = [
     ([token, 3, 5, *range(token % 7)], SamplingParams(max_tokens=16, temperature=0)) for token in range(6)
@@ -221,6 +222,15 @@ def test_a_pool_is_as_large_as_the_free_memory_allows(
         pool_of(target, free, mem_fraction_static=1.0, context_length=longest - 1)
     with pytest.raises(ValueError, match=r"^--mem-fraction-static 0\.85: 0\.0 of 1024\.0 GiB are free"):
         pool_of(target, 0)
+
+
+def test_states_count_beside_a_pool(tmp_path: Path) -> None:
+    """Though on a CPU they take no memory before requests run."""
+    target = make_qwen3_5(tmp_path)
+    context = context_of(make_scheduler(target))
+    assert context.states is not None
+    free = context.states.nbytes + 2000 * context.pool.config.page_bytes // 16
+    assert pool_of(target, free, mem_fraction_static=0.5) == 1008  # whole pages
 
 
 def test_a_pool_that_the_memory_does_not_hold(

@@ -104,21 +104,23 @@ def pool_pages(
     mem_fraction: float,
     device: torch.device,
     context_length: int,
+    states: int = 0,
 ) -> int:
     """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens`` in every table, or
     what ``mem_fraction`` of a GPU's memory leaves next to the weights already on it, or on a CPU ``host_tokens``.
-    Raises ValueError for more than a CPU's memory, and when nothing is left."""
+    ``states``: bytes beside the pool that count as free on a CPU, because nothing is written there yet. Raises
+    ValueError for more than a CPU's memory, and when nothing is left."""
     size, tables = config.page_size, len(config.layout.windows)
     if max_total_tokens is not None:
         pages = tables * -(-max_total_tokens // size) + 1
         if device.type == "cpu":
-            _check_given(pages * config.page_bytes, max_total_tokens)
+            _check_given(pages * config.page_bytes, max_total_tokens, states)
         return pages
     return_memory()  # temporary buffers of loading and quantization
     memory = device_memory(device.type)
     if device.type == "cpu":
         tokens, why = host_tokens(
-            memory.free, mem_fraction, tables * config.page_bytes / size, context_length
+            max(0, memory.free - states), mem_fraction, tables * config.page_bytes / size, context_length
         )
         pages = tables * -(-tokens // size) + 1
         log.info("max_total_tokens = %d: %s", (pages - 1) // tables * size, why)
@@ -140,11 +142,11 @@ def host_tokens(free: int, fraction: float, token_bytes: float, context_length: 
     return fit, f"what {fraction} of the {free / 2**30:.2f} GiB that are free next to the weights hold"
 
 
-def _check_given(wanted: int, tokens: int) -> None:
+def _check_given(wanted: int, tokens: int, states: int) -> None:
     """Raise ValueError for a pool that is larger than the memory, and warn of one that is larger than what is free."""
     memory = host_memory()
     words = f"--max-total-tokens: a KV pool of {tokens} tokens takes {wanted / 2**30:.1f} GiB"
     if wanted > memory.total:
         raise ValueError(f"{words}, more than the cpu has; expected fewer tokens")
-    if wanted > memory.free:
-        log.warning("%s, and %.1f are free: the engine may be killed", words, memory.free / 2**30)
+    if wanted > (free := max(0, memory.free - states)):
+        log.warning("%s, and %.1f are free: the engine may be killed", words, free / 2**30)

@@ -334,7 +334,8 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     states = _states(config, dtype, device, ranks)
     longest, fraction = config.context_length, config.mem_fraction_static
     share = fraction / ranks.count if device.type == "cpu" else fraction
-    pages = ranks.least(pool_pages(pool_config, config.max_total_tokens, share, device, longest))
+    beside = 0 if states is None else ranks.count * states.nbytes
+    pages = ranks.least(pool_pages(pool_config, config.max_total_tokens, share, device, longest, beside))
     if config.max_total_tokens is None:
         check_context(config, pool_config.layout.longest(pages - 1, longest))
     phase.enter("making the KV pool")
