@@ -46,7 +46,7 @@ def test_every_text_is_identical(make: Callable[[Path], Path], part: slice, tmp_
     draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
     models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
     items = make_items(
-        [[(7 * i * i + n) % 64 for i in range(length)] for n, length in enumerate((3, 17, 40))], 6, 16
+        [[(7 * i * i + n) % 64 for i in range(length)] for n, length in enumerate((3, 17, 40))], 6, 12
     )
     choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
     chosen = pairwise(choices)[part]

@@ -64,7 +64,7 @@ def test_every_text_is_identical(name: str, part: slice, tmp_path: Path) -> None
     target = make_gemma4(tmp_path / "target", branch_scale=0.04, sliding_window=WINDOW, **KINDS[name])
     draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
     models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
-    items = make_items(prompts([3, WINDOW - 1, WINDOW, WINDOW + 1, 20, 8 * WINDOW]), 6, 16)
+    items = make_items(prompts([3, WINDOW - 1, WINDOW, WINDOW + 1, 20, 8 * WINDOW]), 6, 12)
     choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
     chosen = pairwise(choices)[part]
     assert all({each[choice] for each in chosen} == set(values) for choice, values in choices.items())

@@ -73,7 +73,7 @@ def test_a_toy_drafter_changes_no_text(
     plain_texts: dict[str, list[list[int]]],
 ) -> None:
     models = Models(agreeing.target, {"COPY": agreeing.target}, "float64", "cpu")
-    items = make_items(PROMPTS, 16, 14)
+    items = make_items(PROMPTS, 8, 14)
     expected = plain_texts.get("llama") or plain_texts.setdefault("llama", reference_texts(models, items))
     with patch.dict(lossless.SPECULATION, {"copy": ("COPY", 3, 1, 4)}):
         given = {**configuration, "toggled": False, "speculation": "copy"}
@@ -109,7 +109,7 @@ def test_a_toy_drafter_with_weights_and_state_changes_no_text(
     plain_texts: dict[str, list[list[int]]],
 ) -> None:
     models = Models(agreeing.target, {"RECURRENT": trained}, "float64", "cpu")
-    items = make_items(PROMPTS, 16, 14)
+    items = make_items(PROMPTS, 8, 14)
     expected = plain_texts.get("llama") or plain_texts.setdefault("llama", reference_texts(models, items))
     with patch.dict(lossless.SPECULATION, {"tree": ("RECURRENT", 3, 2, 8)}):
         given = {**configuration, "toggled": True, "speculation": "tree"}
@@ -162,7 +162,7 @@ def test_speculation_changes_no_text_of_a_toy_target(
 ) -> None:
     target = write(agreeing.target, tmp_path / "toy")
     models = Models(target, {"COPY": target, "EAGLE3": agreeing.eagle3}, "float64", "cpu")
-    items = make_items(PROMPTS, 16, 14)
+    items = make_items(PROMPTS, 8, 14)
     name = write.__name__
     expected = plain_texts.get(name) or plain_texts.setdefault(name, reference_texts(models, items))
     tree = {"copy": ("COPY", 3, 1, 4), "eagle3-tree": ("EAGLE3", 3, 2, 8)}

@@ -49,8 +49,10 @@ def test_every_text_is_identical(tmp_path: Path) -> None:
     models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
     items = make_items(prompts([3, WINDOW - 1, WINDOW, WINDOW + 1, 20, 8 * WINDOW]), 6, 16)
     choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
+    chosen = pairwise(choices)[:6]  # each pair of choices: tests/test_gemma4.py
+    assert all({each[choice] for each in chosen} == set(values) for choice, values in choices.items())
     lines: list[str] = []
-    report = run_matrix(models, items, 6, pairwise(choices), lines.append)
+    report = run_matrix(models, items, 6, chosen, lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
 

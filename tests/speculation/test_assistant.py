@@ -74,7 +74,7 @@ def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_every_text_is_that_of_plain_decoding(agreeing: Models) -> None:
     """Prompts before, at and after the ends of windows, in chunks, pages, trees, from the cache and preempted."""
-    items = make_items(prompts([3, 7, 8, 9, 20, 8 * 8]), 6, 16)
+    items = make_items(prompts([3, 7, 8, 9, 20, 8 * 8]), 6, 12)
     names = [
         "GEMMA4_ASSISTANT chain",
         "GEMMA4_ASSISTANT tree",
