@@ -81,6 +81,13 @@ def test_what_states_do_not_allow(tmp_path: Path) -> None:
     words = f"--speculative-num-steps: Qwen3_5ForCausalLM verifies at most {steps - 1} levels, found {steps}"
     with pytest.raises(ValueError, match=words):
         make_scheduler(target, speculative_algorithm="NGRAM", **shape)
+    window = {f"speculative_lookahead_{name}": 1 for name in ("window", "guesses")}
+    with pytest.raises(
+        ValueError, match=f"--speculative-lookahead-ngram, .*: .* at most {steps - 1} levels, found"
+    ):
+        make_scheduler(
+            target, speculative_algorithm="LOOKAHEAD", speculative_lookahead_ngram=steps + 1, **window
+        )
     settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(target)}
     with pytest.raises(ValueError, match="keeps states: a Qwen3_5ForCausalLM can only be a target"):
         make_scheduler(target, **settings)

@@ -64,10 +64,12 @@ class EngineConfig:
         same: dict[str, Any] = {
             field.name: getattr(settings, field.name) for field in fields(cls) if field.name in SETTINGS
         }
-        steps, most = settings.speculative_num_steps, model.most_levels
+        steps, most, flag = settings.speculative_num_steps, model.most_levels, "num-steps"
+        if (lookahead := lookahead_of(settings)) is not None:
+            (steps, *_), flag = lookahead.shape, "lookahead-ngram, --speculative-lookahead-window"
         if steps is not None and most is not None and steps > most:
             raise ValueError(
-                f"--speculative-num-steps: {model.architecture} verifies at most {most} levels, found {steps}"
+                f"--speculative-{flag}: {model.architecture} verifies at most {most} levels, found {steps}"
             )
         places = {"model_path": Path(same["model_path"])}
         places["tokenizer_path"] = Path(settings.tokenizer_path or places["model_path"])
