@@ -269,6 +269,8 @@ def _unknown(noun: str, name: str, spell: Callable[[str], str], known: Iterable[
     nearest = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)), None)
     if nearest is None:
         return f"unknown {noun}; --help lists all"
+    if name == nearest:
+        return f"unknown {noun}; write {spell(nearest)}"
     if _SWITCH.sub("", name) == _SWITCH.sub("", nearest):
         return f"unknown {noun}; leave it out: there is only {spell(nearest)}"
     return f"unknown {noun}; the nearest known one is {spell(nearest)}"

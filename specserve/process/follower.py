@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,14 +20,12 @@ from specserve.process.assemble import create_context, shape_plan
 from specserve.process.followers import HANG, Job, Word, put, take
 from specserve.process.peers import RankGone, SocketPeers
 
-log = logging.getLogger(__name__)
-
 _LOOK = 1.0  # seconds between looks at the parent, whose sockets a process that it forked may hold open
 
 
 def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: Callable[[], bool]) -> int:
     """Execute commands until rank 0 closes ``control``. Return the exit code. ``alive``: rank 0's process is."""
-    rank, peers = 0, SocketPeers(0, sockets)
+    serves, peers = False, SocketPeers(0, sockets)
     try:
         first = take(control)
         if first is None:
@@ -39,6 +37,7 @@ def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: 
         context = create_context(config, shape_plan(config), Ranks(rank, config.tensor_parallel_size, peers))
         executor = Executor(context, {})
         put(control, pickle.dumps(Word()))
+        serves = True
         control.settimeout(_LOOK)
         peers.expect_within(HANG)
         while (message := take(control, alive)) is not None:
@@ -47,11 +46,11 @@ def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: 
     except (RankGone, TimeoutError, BrokenPipeError):
         return 1  # the rank that ended first has said why
     except Exception as error:
-        user_error = isinstance(error, ValueError)
-        if not user_error:
-            log.exception("rank %d failed", rank)
-        text = str(error) if user_error else f"{type(error).__name__}: {error}"
-        put(control, pickle.dumps(Word(text, user_error)))
+        if isinstance(error, ValueError) and not serves:
+            word = Word(str(error), user_error=True)
+        else:
+            word = Word(f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        put(control, pickle.dumps(word))
         return 1
     finally:
         control.close()
@@ -69,4 +68,4 @@ def main(control: str, *peers: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    os._exit(main(*sys.argv[1:]))  # rank 0 waits, and an interpreter with PyTorch takes a second to end

@@ -42,10 +42,11 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a follower says: that it is ready, or why it fails."""
+    """What a follower says: that it is ready, or why it fails. Rank 0 logs it, in the form that was asked for."""
 
     error: str = ""
     user_error: bool = False
+    trace: str = ""
 
 
 class Process(Protocol):
@@ -192,7 +193,10 @@ class Followers:
                 word = None
             rank = rank if word is None else other
         if word is not None and word.error:
-            return ValueError(word.error) if word.user_error else RankGone(f"rank {rank}: {word.error}")
+            if word.user_error:
+                return ValueError(word.error)
+            log.error("rank %d failed\n%s", rank, word.trace.rstrip())
+            return RankGone(f"rank {rank}: {word.error}")
         with suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(LAST_WORDS)
         codes = {each: process.poll() for each, process in self._processes.items()}

@@ -152,6 +152,7 @@ def test_values_of_all_kinds() -> None:
         ("--hf-token x", {}, "--hf-token: unknown flag; here it is the variable HF_TOKEN"),
         ("--enable-radix-cache", {}, "unknown flag; leave it out: there is only --disable-radix-cache"),
         ("--no-disable-cuda-graph", {}, "unknown flag; leave it out: there is only --disable-cuda-graph"),
+        ("--tp_size 2", {}, "--tp_size: unknown flag; write --tp-size"),
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
         ("--kv-cache-dtype FP8_E5M2", {}, "--kv-cache-dtype: FP8_E5M2 is refused: it has a mantissa bit less than"),
         ("--quantization=gguf", {}, "--quantization: must be one of none, fp8, int8, int4, awq, gptq"),
