@@ -561,7 +561,8 @@ def launch_norms() -> None:
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
     norms, at_T = HeadNorms(weight_H[:128], weight_H[:128], 1e-6), torch.zeros(2, dtype=torch.int64)
     cache, table = torch.zeros(2, 2, 16, 8, 128, dtype=x_TH.dtype), x_TH.view(32, 2, 128)
-    rotary_store_kv(x_TH.view(2, 32, 128), table, at_T, 8, cache, at_T[None], at_T, norms=norms)
+    for rope in (table, table[..., :64].contiguous()):
+        rotary_store_kv(x_TH.view(2, 32, 128), rope, at_T, 8, cache, at_T[None], at_T, norms=norms)
     add_rms_norm(x_TH, x_TH, weight_H, 1e-6, weight_H, weight_H[:1])
     for dtype in (torch.int8, FP8, PAIRED):
         add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype)

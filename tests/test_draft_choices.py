@@ -114,7 +114,7 @@ def test_an_embedding_of_the_targets_shape_is_not_used_and_that_is_said(target: 
 
 def test_positions_beyond_the_drafts_max_position_embeddings(target: Path, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", eagle3(target, max_position_embeddings=8))
-    assert len(load(target, draft, "EAGLE3").module.rope_P2D) == 64
+    assert len(load(target, draft, "EAGLE3").module.rope_P2R) == 64
 
 
 LISTS: list[tuple[int, str, dict[str, Any], list[int]]] = [

@@ -177,14 +177,14 @@ class DenseAttend:
         heads, length = ask.num_kv_heads, len(ask.qkv_TND)
         qkv_TND = normed_heads(ask.qkv_TND, heads, ask.norms)
         q_TND, k_TND, v_TND = qkv_TND.split([qkv_TND.shape[1] - 2 * heads, heads, heads], 1)
-        rope_T2D = ask.rope.table_P2D[ask.rope.position_T]
+        rope = ask.rope.table_P2R[ask.rope.position_T], ask.rope.interleaved
         if heads:
-            self.kept[ask.layer] = apply_rotary(k_TND, rope_T2D).transpose(0, 1), v_TND.transpose(0, 1)
+            self.kept[ask.layer] = apply_rotary(k_TND, *rope).transpose(0, 1), v_TND.transpose(0, 1)
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         if ask.softmax.window is not None:
             seen &= torch.ones(length, length, dtype=torch.bool).triu(1 - ask.softmax.window)
         how: dict[str, Any] = {"attn_mask": seen, "scale": ask.softmax.scale, "enable_gqa": True}
-        q_NTD = apply_rotary(q_TND, rope_T2D).transpose(0, 1)
+        q_NTD = apply_rotary(q_TND, *rope).transpose(0, 1)
         out_NTD = nn.functional.scaled_dot_product_attention(q_NTD, *self.kept[ask.layer], **how)
         return out_NTD.transpose(0, 1).flatten(1)
 
@@ -668,7 +668,7 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
         return ask.qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
-    attention(x_TH, x_TH, Rope(model.rope0_P2D, torch.arange(5)), attend)
+    attention(x_TH, x_TH, Rope(model.rope0_P2R, torch.arange(5)), attend)
     projected, norms = attention.project_kv(x_TH)
     torch.testing.assert_close(normed_heads(projected, 2, norms), seen[0][:, -4:], rtol=0, atol=1e-12)
 

@@ -43,7 +43,7 @@ class CacheAttend:
         qkv_TND, num_kv_heads, rope = ask.qkv_TND, ask.num_kv_heads, ask.rope
         qkv_TND = normed_heads(qkv_TND, num_kv_heads, ask.norms)
         qk, values = qkv_TND[:, :-num_kv_heads], qkv_TND[:, -num_kv_heads:]
-        qk = apply_rotary(qk, rope.table_P2D[rope.position_T])
+        qk = apply_rotary(qk, rope.table_P2R[rope.position_T])
         outs = []
         for query, key, value in zip(qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], values, strict=True):
             self.keys.append(key)

@@ -96,6 +96,17 @@ def test_rotary() -> None:
     torch.testing.assert_close(apply_rotary(x, scaled), 1.5 * expected, atol=1e-14, rtol=1e-14)
 
 
+@pytest.mark.parametrize(("interleaved", "order"), [(False, [0, 2, 1, 3]), (True, [0, 1, 2, 3])])
+def test_part_of_a_head_rotates(interleaved: bool, order: list[int]) -> None:
+    """As complex numbers of the pairs."""
+    frequencies, position = torch.tensor([1.0, 0.3], dtype=torch.float64), torch.arange(11.0).double()
+    x, angle = draws(11, 3, 7), position[:, None, None] * frequencies
+    found = apply_rotary(x, rotary_table(frequencies, 11, 1.0, torch.float64), interleaved)
+    before, after = (torch.view_as_complex(each[..., order].unflatten(-1, (2, 2))) for each in (x, found))
+    torch.testing.assert_close(after, before * torch.polar(torch.ones_like(angle), angle))
+    assert torch.equal(found[..., 4:], x[..., 4:])
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 def test_rotary_store_kv(page_size: int, heads: int, kv_heads: int) -> None:

@@ -168,29 +168,37 @@ def test_all_kernels_gate_with_the_same_bits(draw, gated: Gate) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [(4, 1, 32), (6, 2, 64), (32, 8, 128), (3, 3, 256), (0, 1, 128), (0, 8, 64), (2, 1, 96), (25, 5, 8)],
+    ("heads", "kv_heads", "head_dim", "rotated", "interleaved"),
+    [
+        *((4, 1, 32, 32, True), (6, 2, 64, 64, False), (32, 8, 128, 128, False), (3, 3, 256, 256, False)),
+        *((0, 1, 128, 64, True), (0, 8, 64, 16, False), (2, 1, 96, 24, True), (25, 5, 8, 6, False)),
+    ],
 )
-def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+def test_rotary_store_kv(
+    draw, page_size: int, heads: int, kv_heads: int, head_dim: int, rotated: int, interleaved: bool
+) -> None:
     tokens, pages = 4, 200 // page_size
     cache = draw(pages, 2, page_size, kv_heads, head_dim)
     device, dtype = cache.device, cache.dtype
     qkv = draw(tokens, (heads + 2 * kv_heads) * head_dim + 16)[:, :-16]
     qkv = qkv.unflatten(1, (heads + 2 * kv_heads, head_dim))
-    frequencies = torch.logspace(0, -2, head_dim // 2, dtype=torch.float64)
+    frequencies = torch.logspace(0, -2, rotated // 2, dtype=torch.float64)
     table = reference_rotary.rotary_table(frequencies, 50, 1.3, dtype).to(device)
     rope = table, torch.tensor([0, 49, 7, 7], device=device)
     place = torch.tensor([page_size + 3, 190, 1, 77], device=device).clamp(max=pages * page_size - 1)
     table_BM = torch.randperm(pages, device=device)[None]
     where = table_BM, place
     expected_qkv, expected_cache = qkv.clone(), cache.clone()
-    expected = reference_rotary.rotary_store_kv(expected_qkv, *rope, kv_heads, expected_cache, *where)
+    pairs = {"interleaved": interleaved}
+    expected = reference_rotary.rotary_store_kv(
+        expected_qkv, *rope, kv_heads, expected_cache, *where, **pairs
+    )
     unread, unread_cache = qkv.clone(), cache.clone()
-    found = rotary.rotary_store_kv(unread, *rope, kv_heads, unread_cache, *where, keys=False)
+    found = rotary.rotary_store_kv(unread, *rope, kv_heads, unread_cache, *where, keys=False, **pairs)
     assert_close(found, expected)
     assert_close(unread_cache, expected_cache)
     assert torch.equal(unread[:, heads:], qkv[:, heads:])
-    found = rotary.rotary_store_kv(qkv, *rope, kv_heads, cache, *where)
+    found = rotary.rotary_store_kv(qkv, *rope, kv_heads, cache, *where, **pairs)
     assert found.shape == (tokens, heads, head_dim)
     assert found.data_ptr() == qkv.data_ptr() or heads == 0
     assert_close(found, expected)
@@ -205,14 +213,17 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 32), (0, 2, 96), (3, 0, 64), (17, 8, 256)]
+    ("heads", "kv_heads", "head_dim", "rotated"),
+    [(4, 2, 32, 8), (0, 2, 96, 96), (3, 0, 64, 64), (17, 8, 256, 64)],
 )
-def test_norms_of_heads(draw, heads: int, kv_heads: int, head_dim: int, values: bool, wide: bool) -> None:
-    """As of each part by itself, before its rotation; in FP8, too."""
+def test_norms_of_heads(
+    draw, heads: int, kv_heads: int, head_dim: int, rotated: int, values: bool, wide: bool
+) -> None:
+    """As of each part by itself, before its rotation, of neighbours with a wide norm; in FP8, too."""
     cache, qkv, table = (
         draw(6, 2, 1, kv_heads, head_dim),
         draw(5, heads + 2 * kv_heads, head_dim),
-        draw(9, 2, head_dim),
+        draw(9, 2, rotated),
     )
     at, pages = torch.tensor([3, 1, 4, 2, 5], device=qkv.device), torch.arange(6, device=qkv.device)[None]
     weights = [1 + 0.1 * draw(head_dim) for _ in range(2)]
@@ -226,12 +237,12 @@ def test_norms_of_heads(draw, heads: int, kv_heads: int, head_dim: int, values: 
         stored = cache if scales is None else cache.to(torch.float8_e4m3fn)
         expected_qkv, expected = torch.cat(normed, 1), stored.clone()
         q_TND = reference_rotary.rotary_store_kv(
-            expected_qkv, table, at, kv_heads, expected, pages, at, True, scales
+            expected_qkv, table, at, kv_heads, expected, pages, at, True, scales, None, wide
         )
         for function in (rotary.rotary_store_kv, reference_rotary.rotary_store_kv):
             for keys in (True, False):
                 given, kept = qkv.clone(), stored.clone()
-                found = function(given, table, at, kv_heads, kept, pages, at, keys, scales, norms)
+                found = function(given, table, at, kv_heads, kept, pages, at, keys, scales, norms, wide)
                 assert_close(found, q_TND)
                 if scales is None:
                     assert_close(kept, expected)

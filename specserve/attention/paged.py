@@ -37,9 +37,8 @@ class PagedAttend:
             return self.plan.run(ask.query_TNX, cache, pages_BM, *how).flatten(1)
         qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
         own = self.plan.reads_own and heads > 0
-        q_TND = rotary_store_kv(
-            qkv_TND, *ask.rope, heads, cache, pages_BM, self.place_T, own, scales, ask.norms
-        )
+        where, rope = (cache, pages_BM, self.place_T), ask.rope
+        q_TND = rotary_store_kv(qkv_TND, *rope[:2], heads, *where, own, scales, ask.norms, rope.interleaved)
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
         return self.plan.run(q_TND, cache, pages_BM, ask.softmax, kv_TND, scales).flatten(1)
 
@@ -52,9 +51,10 @@ def store_projected(
     pool: KVPool, layer: int, projected: Projected, rope: Rope, pages_GBM: Tensor, place_T: Tensor
 ) -> None:
     """Normalize, rotate and store what ``project_kv`` returns, of a layer that does not run. May change it in place."""
-    where = pool.layers[layer], pages_GBM[pool.tables[layer]], place_T
+    where, scales = (pool.layers[layer], pages_GBM[pool.tables[layer]], place_T), pool.scales[layer]
     if isinstance(projected, LatentRows):
-        store_latents(*projected, *rope, *where, pool.scales[layer])
+        store_latents(*projected, *rope[:2], *where, scales)
     else:
         kv_TND, norms = projected
-        rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, False, pool.scales[layer], norms)
+        heads = kv_TND.shape[1] // 2
+        rotary_store_kv(kv_TND, *rope[:2], heads, *where, False, scales, norms, rope.interleaved)

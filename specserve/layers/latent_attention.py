@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
         key_NDC, value_NVC = weight_OC.unflatten(0, (heads, -1)).split(
             [latent.key_size, latent.value_size], 1
         )
-        query_TNX = kernels.absorb_queries(query_TO.unflatten(-1, (heads, -1)), key_NDC, *rope)
+        query_TNX = kernels.absorb_queries(query_TO.unflatten(-1, (heads, -1)), key_NDC, *rope[:2])
         ask = Latent(self.layer, query_TNX, self._rows(row_TX), rope, self.config.softmax.scale)
         found_TO = attend(ask)
         if wanted_W is not None:

@@ -15,17 +15,20 @@ THETA = 10000.0  # of a config that names no base
 
 
 class Rope(NamedTuple):
-    """The rotation of tokens: rows of a rotary table ``[P, 2, D]`` at their positions (int64 ``[T]``)."""
+    """The rotation of tokens: rows of a rotary table ``[P, 2, R]`` at their positions (int64 ``[T]``), in pairs of
+    neighbours if ``interleaved``."""
 
-    table_P2D: Tensor
+    table_P2R: Tensor
     position_T: Tensor
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``. The fields from ``beta_fast``
     on are yarn's: which frequencies it blends, and the multiplier of cos and sin. ``partial_rotary_factor``: the part
-    of the pairs that a proportional one rotates; with others of a head's channels.
+    of the pairs that a proportional one rotates; with others of a head's channels, the first of them. ``interleaved``:
+    pairs are neighbours, not half of the rotated channels apart.
     ``llama_4_scaling_beta``: how queries grow behind the trained length, in models that do that.
     ``short_factor``, ``long_factor``: longrope's divisors of frequencies, up to the trained length and beyond."""
 
@@ -42,6 +45,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     partial_rotary_factor: float = 1.0
+    interleaved: bool = False
     llama_4_scaling_beta: float = 0.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -227,14 +231,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_table(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
-    """Return cos and signed sin of every position ``[positions, 2, head_dim]``, scaled, in the default dtype."""
+    """Return cos and signed sin of every position ``[positions, 2, R]``, scaled, in the default dtype."""
     if config.kind == "longrope" and positions <= config.original_max_position_embeddings:
         config = replace(config, long_factor=config.short_factor)
     part = 1.0 if config.kind == "proportional" else config.partial_rotary_factor
-    inv_D2, dtype = inverse_frequencies(config, int(part * head_dim)), torch.get_default_dtype()
-    table_P2D = rotary_table(inv_D2, positions, config.scale, dtype)
-    if part == 1:
-        return table_P2D
-    still_P2D = rotary_table(inv_D2.new_zeros(head_dim // 2 - len(inv_D2)), positions, 1.0, dtype)
-    halves = (each.chunk(2, -1) for each in (table_P2D, still_P2D))
-    return torch.cat([half for pair in zip(*halves, strict=True) for half in pair], -1)
+    inv_R2 = inverse_frequencies(config, int(part * head_dim))
+    return rotary_table(inv_R2, positions, config.scale, torch.get_default_dtype())

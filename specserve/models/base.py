@@ -81,7 +81,7 @@ class TargetModel(nn.Module):
         sizes = {layer.rope: layer.head_dim for layer in config.layers}
         for number, size in sizes.items():
             table = rope_table(config.ropes[number], size, max_positions)
-            self.register_buffer(f"rope{number}_P2D", table, persistent=False)
+            self.register_buffer(f"rope{number}_P2R", table, persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +118,8 @@ class TargetModel(nn.Module):
             if boundary in batch.taps:
                 tapped[boundary] = residual_TH
             wanted = batch.wanted_W if boundary == last else None
-            rope = Rope(self.get_buffer(f"rope{layer.rope}_P2D"), batch.positions_T)
+            table, how = self.get_buffer(f"rope{layer.rope}_P2R"), self.config.ropes[layer.rope]
+            rope = Rope(table, batch.positions_T, how.interleaved)
             stream = layer(x_TH, residual_TH, rope, batch.attend, wanted, *own)
         hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)
         return hidden_TH, [tapped[boundary] for boundary in batch.taps]

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from specserve.layers.batch import Attend
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import Attention, DecoderLayer
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import LayerNorm, RMSNorm
 from specserve.layers.rotary import NO_ROPE, Rope, RopeConfig
 from specserve.models.config import with_windows
 from specserve.models.llama import LlamaModel
-from specserve.models.partial_rope import InterleavedAttention, PartialModel
+from specserve.models.partial_rope import PartialModel
 
 
 class CohereNorm(LayerNorm):
@@ -26,7 +26,6 @@ class CohereNorm(LayerNorm):
 
 
 class CohereLayer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = InterleavedAttention
     norm_class: ClassVar[type[RMSNorm]] = CohereNorm
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
@@ -48,6 +47,7 @@ class CohereLayer(DecoderLayer):
 
 
 class CohereModel(PartialModel, LlamaModel):
+    interleaved: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "logit_scale": 0.0625,

@@ -7,17 +7,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import Attention, DecoderLayer
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.models.llama import LlamaModel
-from specserve.models.partial_rope import InterleavedAttention, PartialModel
-
-
-class ErnieLayer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = InterleavedAttention
+from specserve.models.partial_rope import PartialModel
 
 
 class ErnieModel(PartialModel):
+    interleaved: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -26,7 +23,6 @@ class ErnieModel(PartialModel):
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = ErnieLayer
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
@@ -34,13 +30,14 @@ class ErnieModel(PartialModel):
         return super().read_layer(replace(layer, qkv_bias=bias, o_bias=bias, mlp_bias=bias), fields)
 
 
-class HeliumLayer(ErnieLayer):
+class HeliumLayer(DecoderLayer):
     norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
 
 class HeliumModel(PartialModel, LlamaModel):
     """Rounds the norms' products once."""
 
+    interleaved: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
         "rms_norm_eps": 1e-8,

@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import MLP, Attention, DecoderLayer
+from specserve.layers.decoder import MLP, DecoderLayer
 from specserve.layers.norms import RMSNorm
 from specserve.models.gemma import GemmaLayer
-from specserve.models.partial_rope import InterleavedAttention, PartialModel
+from specserve.models.partial_rope import PartialModel
 from specserve.models.phi3 import Phi3MLP
 
 
 class GlmLayer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = InterleavedAttention
     mlp_class: ClassVar[type[MLP]] = Phi3MLP
 
 
 class GlmModel(PartialModel):
+    interleaved: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 128,
         "num_key_value_heads": 2,

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
-from specserve.layers.decoder import DecoderLayer
-from specserve.models.partial_rope import PartialLayer, PartialModel
+from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import routing
 
 
@@ -28,7 +27,6 @@ class Glm4MoeModel(PartialModel):
         "topk_group": 1,
     }
     renamed: ClassVar[Mapping[str, str]] = {"shared_expert": "shared_experts"}
-    layer_class: ClassVar[type[DecoderLayer]] = PartialLayer
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:

@@ -8,24 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.rotary import RopeConfig
 from specserve.models.olmo import OlmoAttention
-from specserve.models.partial_rope import PartialAttention, PartialModel
+from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import routing
 
 
-class MiniMaxM2Attention(OlmoAttention, PartialAttention):
-    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
-        normed_TND = OlmoAttention.arranged(self, qkv_TND, position_T)
-        return PartialAttention.arranged(self, normed_TND, position_T)
-
-
 class MiniMaxM2Layer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = MiniMaxM2Attention
+    attention_class: ClassVar[type[Attention]] = OlmoAttention
 
 
 class MiniMaxM2Model(PartialModel):

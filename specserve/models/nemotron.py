@@ -14,7 +14,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, DecoderLayer
 from specserve.layers.norms import OffsetLayerNorm, RMSNorm
 from specserve.models.llama import LlamaModel
-from specserve.models.partial_rope import PartialLayer, PartialModel
+from specserve.models.partial_rope import PartialModel
 
 
 class UngatedMLP(MLP):
@@ -43,7 +43,7 @@ class ArceeModel(LlamaModel):
     layer_class: ClassVar[type[DecoderLayer]] = ArceeLayer
 
 
-class NemotronLayer(ArceeLayer, PartialLayer):
+class NemotronLayer(ArceeLayer):
     norm_class: ClassVar[type[RMSNorm]] = OffsetLayerNorm
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from specserve.layers.batch import Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
-from specserve.models.partial_rope import PartialAttention, PartialModel
+from specserve.models.partial_rope import PartialModel
 
 
-class Phi3Attention(PartialAttention):
+class Phi3Attention(Attention):
     fused: ClassVar[bool] = True
 
 

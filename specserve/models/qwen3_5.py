@@ -22,32 +22,20 @@ from specserve.layers.delta_net import GatedDeltaNet
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.rotary import Rope
 from specserve.models.config import FULL
-from specserve.models.partial_rope import PartialAttention, PartialConfig, PartialModel
+from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import with_experts
 
 LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class HybridConfig(PartialConfig):
+class HybridConfig(LayerConfig):
     """``index``: of a layer among those of its kind."""
 
     index: int = 0
 
 
-class OrderedOffsetRMSNorm(OffsetRMSNorm):
-    """A norm of channels that are not in the file's order."""
-
-    def __init__(self, size: int, eps: float, order_D: Tensor) -> None:
-        super().__init__(size, eps)
-        self._order_D = order_D
-
-    def load(self, found: Mapping[str, Tensor]) -> None:
-        ordered_D = found["weight"][self._order_D.to(found["weight"].device)]
-        super().load({"weight": ordered_D})
-
-
-class GatedAttention(PartialAttention):
+class GatedAttention(Attention):
     """Attention whose output is multiplied by a sigmoid. The projection of queries has each head's gate behind it."""
 
     query_parts: ClassVar[int] = 2
@@ -56,12 +44,10 @@ class GatedAttention(PartialAttention):
         super().__init__(config, layer, norm)
         assert isinstance(config, HybridConfig)
         self.layer = config.index
-        size, eps = config.head_dim, config.rms_norm_eps
-        self.q_norm, self.k_norm = (OrderedOffsetRMSNorm(size, eps, self.order_D) for _ in "qk")
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         heads = 2 * self.config.num_heads
-        return super().arranged(torch.cat([qkv_TND[:, :heads:2], qkv_TND[:, heads:]], 1), position_T)
+        return torch.cat([qkv_TND[:, :heads:2], qkv_TND[:, heads:]], 1)
 
     def gated(self, attended_TI: Tensor, qkv_TND: Tensor) -> Tensor:
         return attended_TI * qkv_TND[:, 1 : 2 * self.config.num_heads : 2].flatten(1).sigmoid()

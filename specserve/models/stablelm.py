@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import Attention, DecoderLayer
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import LayerNorm, RMSNorm
-from specserve.models.partial_rope import PartialAttention, PartialModel
+from specserve.models.partial_rope import PartialModel
 
 
 class StableLmLayer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = PartialAttention
-
     norm_class: ClassVar[type[RMSNorm]] = LayerNorm
 
 

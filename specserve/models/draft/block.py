@@ -214,7 +214,7 @@ class BlockHead(DraftModule):
     """A block draft. It uses the target's embedding and, without its own head, the target's. Its layers run as pool
     layers from ``layer`` on."""
 
-    rope_P2D: Tensor
+    rope_P2R: Tensor
 
     def __init__(self, config: BlockConfig, layer: int, max_positions: int, target: TargetModel) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class BlockHead(DraftModule):
         if config.confidence:
             self.confidence_head = nn.ModuleDict({"proj": Linear(config.confidence, 1)})
         table = rope_table(config.rope, config.layer.head_dim, max_positions)
-        self.register_buffer("rope_P2D", table, persistent=False)
+        self.register_buffer("rope_P2R", table, persistent=False)
 
     @property
     def unquantized(self) -> Collection[str]:
@@ -263,7 +263,7 @@ class BlockHead(DraftModule):
         """Return the states after the final norm ``[N, H]`` of blocks that begin with these roots."""
         tokens_BK = roots_B[:, None].repeat(1, self.config.block_size)
         tokens_BK[:, 1:] = self.config.mask_id
-        rope, first = Rope(self.rope_P2D, positions_N), self._decoders[0]
+        rope, first = Rope(self.rope_P2R, positions_N), self._decoders[0]
         stream = first(*first.embed(tokens_BK.flatten(), self._embed.module), rope, attend)
         for layer in self._decoders[1:]:
             stream = layer(*layer.enter(*stream), rope, attend)

@@ -67,7 +67,7 @@ class LayerHead(DraftModule):
 
     norm: RMSNorm | None
     lm_head: Projection  # its own, if ``_lm_head`` is None
-    rope_P2D: Tensor
+    rope_P2R: Tensor
 
     def __init__(self, config: DraftConfig, embed: Embedding) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class LayerHead(DraftModule):
         self.mlp = made.mlp
         self.post_attention_layernorm = made.post_attention_layernorm
         table = rope_table(self.config.rope, config.head_dim, max_positions)
-        self.register_buffer("rope_P2D", table, persistent=False)
+        self.register_buffer("rope_P2R", table, persistent=False)
 
     def _new_norm(self, wanted: bool) -> RMSNorm | None:
         config = self.config.layer
@@ -122,7 +122,8 @@ class LayerHead(DraftModule):
     ) -> tuple[Tensor, Tensor]:
         """Return the MLP's output, and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
-        stream = self.self_attn(x_NI, residual_NH, Rope(self.rope_P2D, positions_N), attend)
+        rope = Rope(self.rope_P2R, positions_N, self.config.rope.interleaved)
+        stream = self.self_attn(x_NI, residual_NH, rope, attend)
         out: tuple[Tensor, Tensor] = self.mlp(
             *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         )

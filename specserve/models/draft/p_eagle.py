@@ -52,7 +52,7 @@ class PEagleHead(Eagle3Head):
         source_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         stream = super()._layer(tokens_N, features_XH, positions_N, attend, source_N)
-        rope = Rope(self.rope_P2D, positions_N)
+        rope = Rope(self.rope_P2R, positions_N)
         for each in self.layers.values():
             assert isinstance(each, DecoderLayer)
             stream = each(*each.enter(*stream), rope, attend)

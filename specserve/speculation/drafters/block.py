@@ -107,6 +107,6 @@ class BlockDrafter(Drafter):
         self, pool: KVPool, slots: Slots, past_TH: Tensor, position_T: Tensor, place_T: Tensor
     ) -> None:
         """Write the entries of tokens at these positions in all layers."""
-        rope = Rope(self._head.rope_P2D, position_T)
+        rope = Rope(self._head.rope_P2R, position_T)
         for number, projected in enumerate(self._head.project_kv(past_TH)):
             store_projected(pool, self._layer + number, projected, rope, slots.pages_GBM, place_T)

@@ -144,7 +144,7 @@ class EagleDrafter(Drafter):
         """Write the final cache entries of (real feature, token) pairs at the tokens' places. ``source_N`` None: each
         pair's feature is in its own row."""
         projected = self.head.project_kv(tokens_N, features_XH, source_N)
-        rope = Rope(self.head.rope_P2D, positions_N)
+        rope = Rope(self.head.rope_P2R, positions_N, self.head.config.rope.interleaved)
         store_projected(pool, self._layer, projected, rope, slots.pages_GBM, place_N)
 
 

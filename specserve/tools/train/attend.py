@@ -39,7 +39,7 @@ def _rotate(
     """Return queries and keys, normalized and rotated, and values, all in the dtype of ``qkv``."""
     qkv_TND = normed_heads(qkv_TND, num_kv_heads, norms)
     qk_TND, v_TKD = torch.split(qkv_TND, [qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
-    qk_TND = apply_rotary(qk_TND, rope.table_P2D[rope.position_T]).to(qkv_TND.dtype)
+    qk_TND = apply_rotary(qk_TND, rope.table_P2R[rope.position_T], rope.interleaved).to(qkv_TND.dtype)
     q_TND, k_TKD = torch.split(qk_TND, [qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     return q_TND, k_TKD, v_TKD
 

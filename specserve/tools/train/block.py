@@ -108,7 +108,7 @@ class BlockTrainer(TappedTrainer[BlockHead]):
         draft, size = self.draft, self.draft.config.block_size
         past = draft.project_kv(draft.past(tapped))
         attend = BlockAttend(
-            batch.packing, anchored.anchor_BA, size, past, Rope(draft.rope_P2D, batch.positions_T)
+            batch.packing, anchored.anchor_BA, size, past, Rope(draft.rope_P2R, batch.positions_T)
         )
         ahead_K = torch.arange(size, device=batch.tokens_T.device)
         position_N = (anchored.anchor_BA.flatten()[:, None] + ahead_K).flatten()

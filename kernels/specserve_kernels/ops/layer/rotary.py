@@ -16,7 +16,7 @@ _LARGEST = tl.constexpr(LARGEST_FP8)
 
 def rotary_store_kv(
     qkv_TND: Tensor,
-    rope_P2D: Tensor,
+    rope_P2R: Tensor,
     position_T: Tensor,
     num_kv_heads: int,
     cache: Tensor,
@@ -25,6 +25,7 @@ def rotary_store_kv(
     keys: bool = True,
     scales: KVScales | None = None,
     norms: HeadNorms | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Same as the reference. Tokens and pages may be strided; everything else is contiguous. Of tokens that share a
     cell (on the dummy page) any one's values remain. Positions, places and the page table must not come from the launch
@@ -32,14 +33,14 @@ def rotary_store_kv(
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
     assert cache[0].is_contiguous()
     assert pages_BM.is_contiguous()
-    assert rope_P2D.is_contiguous()
+    assert rope_P2R.is_contiguous()
     tokens, heads, head_dim = qkv_TND.shape
     half = 1 << (head_dim // 2 - 1).bit_length()
     group = min(1 << (heads - 1).bit_length(), max(TILE // (2 * half), 1))
     query_D, key_D, eps, values = norms or (None, None, None, False)
     _rotary_store_kv_kernel[(tokens * -(-heads // group),)](
         qkv_TND,
-        rope_P2D,
+        rope_P2R,
         cache,
         position_T,
         pages_BM,
@@ -55,6 +56,8 @@ def rotary_store_kv(
         KEYS=keys,
         VALUES=values,
         D=head_dim,
+        R=rope_P2R.shape[2],
+        INTERLEAVED=interleaved,
         PAGE=cache.shape[2],
         PAGE_STRIDE=cache.stride(0),
         GROUP=group,
@@ -68,7 +71,7 @@ def rotary_store_kv(
 @triton.jit(do_not_specialize=["position_ptr", "pages_ptr", "place_ptr"])
 def _rotary_store_kv_kernel(
     qkv_ptr,  # [T, Q + 2 * K, D]
-    rope_ptr,  # [P, 2, D]
+    rope_ptr,  # [P, 2, R]
     cache_ptr,  # [pages, 2, PAGE, K, D]
     position_ptr,  # [T]
     pages_ptr,  # [B, M]
@@ -84,6 +87,8 @@ def _rotary_store_kv_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -95,6 +100,11 @@ def _rotary_store_kv_kernel(
     head = tl.program_id(0) % GROUPS * GROUP + tl.arange(0, GROUP)[:, None]
     d = tl.arange(0, HALF)[None, :]
     inside = d < D // 2
+    # Of each pair the first channel, and how far the second is. What does not rotate is in pairs, too.
+    c, apart = d, D // 2
+    if R < D or INTERLEAVED:
+        c = tl.where(d < R // 2, 2 * d if INTERLEAVED else d, d + R // 2)
+        apart = tl.where(d < R // 2, 1 if INTERLEAVED else R // 2, (D - R) // 2)
 
     position = load_settled(position_ptr + t, True, 0).to(tl.int64)
     place = load_settled(place_ptr + t, True, 0).to(tl.int64)
@@ -104,24 +114,27 @@ def _rotary_store_kv_kernel(
     take_turn(OVERLAP)
 
     mask = inside & (head < Q + 2 * K)
-    from_ptr = qkv_ptr + t * stride + head * D + d
+    from_ptr = qkv_ptr + t * stride + head * D + c
     low = tl.load(from_ptr, mask=mask, other=0)
-    high = tl.load(from_ptr + D // 2, mask=mask, other=0)
+    high = tl.load(from_ptr + apart, mask=mask, other=0)
     if query_norm_ptr is not None:
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1, keep_dims=True)
         scale = tl.rsqrt(square / D + eps)
-        normed_low = _weighted(wide_low * scale, query_norm_ptr + d, key_norm_ptr + d, head, inside, Q, K)
-        query_norm_ptr += D // 2
-        key_norm_ptr += D // 2
-        normed_high = _weighted(wide_high * scale, query_norm_ptr + d, key_norm_ptr + d, head, inside, Q, K)
+        normed_low = _weighted(wide_low * scale, query_norm_ptr + c, key_norm_ptr + c, head, inside, Q, K)
+        query_norm_ptr += apart
+        key_norm_ptr += apart
+        normed_high = _weighted(wide_high * scale, query_norm_ptr + c, key_norm_ptr + c, head, inside, Q, K)
         has_norm = head < (Q + 2 * K if VALUES else Q + K)
         low = tl.where(has_norm, normed_low.to(low.dtype), low)
         high = tl.where(has_norm, normed_high.to(high.dtype), high)
-    rope_ptr += position * (2 * D) + d
+    rope_ptr += position * (2 * R) + d
     rotates = head < Q + K
-    turned_low = tl.where(rotates, turned(low, high, rope_ptr, inside, D), low)
-    turned_high = tl.where(rotates, turned(high, low, rope_ptr + D // 2, inside, D), high)
+    turns = rotates
+    if R < D:
+        turns &= d < R // 2
+    turned_low = tl.where(turns, turned(low, high, rope_ptr, d < R // 2, R), low)
+    turned_high = tl.where(turns, turned(high, low, rope_ptr + R // 2, d < R // 2, R), high)
 
     kept_low, kept_high = turned_low, turned_high
     if by_key is not None:
@@ -134,12 +147,12 @@ def _rotary_store_kv_kernel(
         if KEYS and (VALUES or by_key is not None):
             back = head < Q + 2 * K
         tl.store(from_ptr, turned_low, mask=mask & back)
-        tl.store(from_ptr + D // 2, turned_high, mask=mask & back)
+        tl.store(from_ptr + apart, turned_high, mask=mask & back)
     kv_head = head - Q
     is_value = kv_head >= K
-    to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d
+    to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + c
     tl.store(to_ptr, kept_low, mask=mask & (head >= Q))
-    tl.store(to_ptr + D // 2, kept_high, mask=mask & (head >= Q))
+    tl.store(to_ptr + apart, kept_high, mask=mask & (head >= Q))
 
 
 @triton.jit
@@ -164,8 +177,8 @@ def rounded(x, by):
 
 
 @triton.jit
-def turned(x, other, rope_ptr, mask, D: tl.constexpr):
-    """Rotate one half of the head. The product with the cosine is rounded before the sum, as in the reference."""
+def turned(x, other, rope_ptr, mask, R: tl.constexpr):
+    """Rotate one of each pair. The product with the cosine is rounded before the sum, as in the reference."""
     cos = tl.load(rope_ptr, mask=mask, other=0)
-    sin = tl.load(rope_ptr + D, mask=mask, other=0)
+    sin = tl.load(rope_ptr + R, mask=mask, other=0)
     return ((x * cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)

@@ -1,7 +1,8 @@
-"""Rotary position embedding (half-split pairs) and the KV store that follows it.
+"""Rotary position embedding and the KV store that follows it.
 
-Shapes: T tokens, N heads, D head size, P positions. A rotary table row holds ``[cos, signed sin]`` of width D:
-cos repeated for both halves, sin negated in the first half, so that ``x * cos + roll(x, D/2) * sin`` rotates.
+Shapes: T tokens, N heads, D head size, R rotated channels, which are a head's first, P positions. A rotary table row
+holds ``[cos, signed sin]`` of width R: cos repeated for both halves, sin negated in the first half, so that
+``x * cos + roll(x, R/2) * sin`` rotates pairs half of R apart.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from specserve_kernels.reference.tree.nodes import address
 from specserve_kernels.types import LARGEST_FP8, HeadNorms, KVScales
 
 
-def rotary_table(inv_freq_D2: Tensor, positions: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """Build the table ``[positions, 2, D]`` from inverse frequencies ``[D/2]`` (float64, any device)."""
-    angle_PD2 = torch.outer(
-        torch.arange(positions, dtype=torch.float64, device=inv_freq_D2.device), inv_freq_D2.double()
+def rotary_table(inv_freq_R2: Tensor, positions: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """Build the table ``[positions, 2, R]`` from inverse frequencies ``[R/2]`` (float64, any device)."""
+    angle_PR2 = torch.outer(
+        torch.arange(positions, dtype=torch.float64, device=inv_freq_R2.device), inv_freq_R2.double()
     )
-    cos, sin = angle_PD2.cos() * scale, angle_PD2.sin() * scale
+    cos, sin = angle_PR2.cos() * scale, angle_PR2.sin() * scale
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1).to(dtype)
 
 
-def apply_rotary(x_TND: Tensor, rope_T2D: Tensor) -> Tensor:
-    """Rotate every head of x by its row's angle. Returns a new tensor."""
-    half = x_TND.shape[-1] // 2
-    cos, sin = rope_T2D[:, 0, None], rope_T2D[:, 1, None]
-    return torch.addcmul(x_TND * cos, x_TND.roll(half, -1), sin)
+def apply_rotary(x_TND: Tensor, rope_T2R: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate every head of x by its row's angles. ``interleaved``: pairs are neighbours. Returns a new tensor."""
+    size = rope_T2R.shape[-1]
+    x_TNR, cos, sin = x_TND[..., :size], rope_T2R[:, 0, None], rope_T2R[:, 1, None]
+    if interleaved:
+        x_TNR = x_TNR.unflatten(-1, (-1, 2)).mT.flatten(-2)
+    turned_TNR = torch.addcmul(x_TNR * cos, x_TNR.roll(size // 2, -1), sin)
+    if interleaved:
+        turned_TNR = turned_TNR.unflatten(-1, (2, -1)).mT.flatten(-2)
+    return torch.cat([turned_TNR, x_TND[..., size:]], -1) if size < x_TND.shape[-1] else turned_TNR
 
 
 def normed_heads(qkv_TND: Tensor, num_kv_heads: int, norms: HeadNorms | None) -> Tensor:
@@ -54,7 +60,7 @@ def store_kv(cache: Tensor, kv_T2ND: Tensor, pages_BM: Tensor, place_T: Tensor) 
 
 def rotary_store_kv(
     qkv_TND: Tensor,
-    rope_P2D: Tensor,
+    rope_P2R: Tensor,
     position_T: Tensor,
     num_kv_heads: int,
     cache: Tensor,
@@ -63,21 +69,23 @@ def rotary_store_kv(
     keys: bool = True,
     scales: KVScales | None = None,
     norms: HeadNorms | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Normalize the packed heads ``[q..., k..., v...]``, without ``norms`` not at all, rotate q and k, and store k and
     v in the cache; with 0 KV heads there is nothing to store. Unless ``keys``, k and v in ``qkv_TND`` are not read
     afterwards and may stay unchanged.
 
     A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
-    are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2D``: a rotary
-    table, of which each token reads the row of its position (int64). ``qkv_TND`` is changed in place. Returns the
-    rotated queries, a view ``[T, q heads, D]``. ``place_T``: see ``types``; ``pages_BM``: the batch's page table.
+    are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2R``: a rotary
+    table, of which each token reads the row of its position (int64); ``interleaved``: see
+    ``apply_rotary``. ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``.
+    ``place_T``: see ``types``; ``pages_BM``: the batch's page table.
     """
     queries = qkv_TND.shape[1] - 2 * num_kv_heads
     if norms is not None:
         qkv_TND.copy_(normed_heads(qkv_TND, num_kv_heads, norms))
     qk_TND = qkv_TND[:, : queries + num_kv_heads]
-    qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))
+    qk_TND.copy_(apply_rotary(qk_TND, rope_P2R[position_T], interleaved))
     if num_kv_heads:
         kv_T2ND = qkv_TND[:, queries:].unflatten(1, (2, num_kv_heads))
         if scales is not None:
