@@ -12,7 +12,9 @@ import transformers
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
 from specserve import SamplingParams
+from specserve.config import make_settings
 from specserve.kv import states
+from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.models import make_qwen3_5
@@ -76,6 +78,10 @@ def test_states_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_states_do_not_allow(tmp_path: Path) -> None:
     target, steps = make_qwen3_5(tmp_path), states.BLOCK
+    resolved, notes, _ = resolve_engine(make_settings(model_path=str(target), skip_tokenizer_init=True))
+    assert resolved.disable_radix_cache
+    words = "Qwen3_5ForCausalLM keeps states, which are not cached yet"
+    assert f"disable_radix_cache = True: {words}" in notes
     shape = {"speculative_num_steps": steps, "speculative_eagle_topk": 1}
     shape["speculative_num_draft_tokens"] = steps + 1
     words = f"--speculative-num-steps: Qwen3_5ForCausalLM verifies at most {steps - 1} levels, found {steps}"

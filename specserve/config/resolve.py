@@ -137,9 +137,12 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
 
 
 def _states(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
-    if settings.mamba_ssm_dtype == "auto" or model.states:
+    if not model.states:
+        return settings.without(["mamba_ssm_dtype"], ": no layer keeps a state", notes)
+    if settings.disable_radix_cache:
         return settings
-    return settings.without(["mamba_ssm_dtype"], ": no layer keeps a state", notes)
+    why = f"{model.architecture} keeps states, which are not cached yet"
+    return settings.choose("disable_radix_cache", True, why, notes)
 
 
 def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

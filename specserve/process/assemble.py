@@ -174,10 +174,7 @@ def assemble(
     """Make a scheduler with its own pages and requests for a loaded engine."""
     context = runner.context
     pool = context.pool
-    cached = config.prefix_cache and context.states is None
-    if cached != config.prefix_cache:
-        log.info("no prefix cache: %s keeps states, which are not cached yet", config.model.architecture)
-    memory = Memory(pool.num_pages, pool.page_size, cached, pool.config.layout.windows)
+    memory = Memory(pool.num_pages, pool.page_size, config.prefix_cache, pool.config.layout.windows)
     use = pool.config.use(memory.allocator.capacity, config.context_length)
     capacity = Capacity(
         context_length=config.context_length,

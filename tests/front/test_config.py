@@ -38,6 +38,7 @@ LLAMA: Any = SimpleNamespace(
     dtype="float32",
     vocab_size=100,
     layers=(SimpleNamespace(head_dim=128, softmax=Softmax(), latent=None),),
+    states=(),
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
 
