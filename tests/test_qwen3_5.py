@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.lossless import Models, make_items, run_matrix
 from specserve import SamplingParams
 from specserve.config import make_settings
 from specserve.kv import states
+from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
@@ -97,3 +99,11 @@ def test_what_states_do_not_allow(tmp_path: Path) -> None:
     settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(target)}
     with pytest.raises(ValueError, match="keeps states: a Qwen3_5ForCausalLM can only be a target"):
         make_scheduler(target, **settings)
+
+
+@pytest.mark.parametrize("name", ["linear_num_key_heads", "full_attention_interval"])
+def test_counts(name: str, tmp_path: Path) -> None:
+    config = make_qwen3_5(tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), name: 0}))
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, found 0"):
+        load_model_config(tmp_path)

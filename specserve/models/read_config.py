@@ -38,6 +38,8 @@ _OUTER = ("architectures", "tie_word_embeddings")
 _COUNTS = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
     *("n_routed_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _COUNTS_OR_NULL = (
     *("max_position_embeddings", "sliding_window", "num_local_experts"),
