@@ -1,4 +1,5 @@
-"""For all tests: kernels run under Triton's interpreter where there is no GPU, and tests that need one are skipped."""
+"""For all tests: kernels run under Triton's interpreter where there is no GPU. Tests that need one are skipped, and
+those marked slow unless ``--slow`` is given."""
 
 from __future__ import annotations
 
@@ -43,6 +44,10 @@ LONGEST = (
 """Files that run first, so that all processes end at about the same time."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no":
         return  # this process hands out tests to others, which wait until it has imported what it needs
@@ -64,15 +69,18 @@ def pytest_collection() -> Generator[None, object, object]:
     return found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    reasons = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    if not config.getoption("slow"):
+        reasons["slow"] = "needs --slow"
     for item in items:
-        if not torch.cuda.is_available() and item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip)
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)

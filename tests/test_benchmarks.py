@@ -258,6 +258,7 @@ def test_a_row_is_written_before_the_next_is_measured(
     assert capsys.readouterr().err.count(f"{type(error).__name__}: {error}") == 2
 
 
+@pytest.mark.slow
 def test_steps_of_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Random drafts load, and none of theirs is accepted."""
     shape, small = Sizes(320, 768, 13, 8, 2, 64, 4200, 3100), Sizes(64, 128, 1, 2, 1, 32, 4200, 0)

@@ -179,6 +179,7 @@ def drafted(path: Path, kind: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     pairs = [
         ("EAGLE", ["--quantization", "fp8"], "_packed_linear_kernel"),

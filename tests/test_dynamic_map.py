@@ -340,6 +340,7 @@ def mean_length(llm: LLM, prompts: Sequence[str]) -> float:
     return (sum(output.speculation.accepted for output in outputs) + steps) / steps
 
 
+@pytest.mark.slow
 def test_acceptance_recovers_on_another_domain(tmp_path: Path) -> None:
     """The bundled EAGLE head on code, an eighth of the vocabulary: a map that stays, and one that starts from it."""
     from benchmarks.common import load_prompts

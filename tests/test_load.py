@@ -20,6 +20,8 @@ from benchmarks.traffic import COMPLETIONS, Ask, Plan, Said, said, said_in_strea
 from tests.engines import Checkpoints
 from tests.front.processes import Server, wait
 
+pytestmark = pytest.mark.slow
+
 CLIENTS = 45
 PLACES = ("--max-running-requests", "12", "--max-queued-requests", "20")
 LONG = {"temperature": 0, "ignore_eos": True}

@@ -26,6 +26,8 @@ from tests.compiled_launches import ADA_SHARED, Compiler, running_products, wait
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 OPS = ROOT / "kernels" / "specserve_kernels" / "ops"
 H200_SHARED = 232_448  # most bytes of shared memory of a program

@@ -34,9 +34,10 @@ from tests.reference.models import make_gemma3
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # of NumPy, in the interpreter: log(0) is -inf
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter: log(0) is -inf
+]
 
 PROMPTS = [
     [3, 9, 27, 17, 5, 40],
