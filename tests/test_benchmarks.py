@@ -100,6 +100,7 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
     assert found.runs == usual.runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

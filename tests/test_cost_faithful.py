@@ -19,6 +19,8 @@ from specserve.outputs import RequestOutput
 from tests.reference import eagle, llama
 from tests.reference.models import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 SMALL = Family()
 SHAPE = Sizes(
     hidden=512, inner=1024, layers=14, heads=16, kv_heads=4, head_dim=64, vocab=5000, draft_vocab=3200
