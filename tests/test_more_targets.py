@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from specserve import SamplingParams
+from specserve.config import make_settings
 from specserve.models.registry import ARCHITECTURES
+from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, MIXTURE, SMALL, draw_weights
@@ -157,6 +159,19 @@ def test_every_architecture_is_compared() -> None:
         name for name in ARCHITECTURES if re.search("(VL|VLMoe|4v|3_5|3_5Moe)ForConditionalGeneration", name)
     }
     assert {*MAKERS, *BESIDE_VISION, *here, *elsewhere} == {*ARCHITECTURES}
+
+
+def test_flashinfer_has_no_caps(tmp_path: Path) -> None:
+    config = transformers.Gemma2Config(**{**SIZES, "head_dim": 64, "attn_logit_softcapping": 50.0})
+    config.architectures = ["Gemma2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    settings = {"device": "cuda", "load_format": "dummy", "attention_backend": "flashinfer"}
+    with pytest.raises(
+        ValueError, match="flashinfer: capped scores are not passed to FlashInfer; use triton"
+    ):
+        resolve_engine(
+            make_settings(model_path=str(tmp_path), skip_tokenizer_init=True, **settings), has_gpu=True
+        )
 
 
 def test_the_logits_and_tokens_of_transformers(target: Path) -> None:

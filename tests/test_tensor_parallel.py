@@ -166,6 +166,13 @@ def test_a_rank_that_cannot_load_ends_the_start(agreeing: Checkpoints) -> None:
         pytest.raises(ValueError, match=r"^--dtype: not"),
     ):
         make_scheduler(agreeing.target, tensor_parallel_size=2)
+    with (
+        patch("os.cpu_count", return_value=6),
+        pytest.raises(
+            ValueError, match="--cpu-threads is of each rank: must be at most 3 with 2 ranks, found 4"
+        ),
+    ):
+        make_scheduler(agreeing.target, tensor_parallel_size=2, cpu_threads=4)
     with pytest.raises(ValueError, match="ranks run on a CPU alone"):
         create_scheduler(replace(config_of(agreeing), device="cuda"))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from dataclasses import replace
 from importlib.util import find_spec
@@ -68,7 +69,13 @@ def _ranks(settings: Settings, model: ModelConfig, _: Notes) -> Settings:
     if settings.tensor_parallel_size > 1:
         from specserve.layers.ranks import Ranks  # imports torch, which the command line does not need
 
-        model.on(Ranks(0, settings.tensor_parallel_size))
+        model.on(Ranks(0, ranks := settings.tensor_parallel_size))
+        most = max(1, (os.cpu_count() or 1) // ranks)
+        if (settings.cpu_threads or 1) > most:
+            raise ValueError(
+                f"--cpu-threads is of each rank: must be at most {most} with {ranks} ranks, found "
+                f"{settings.cpu_threads}"
+            )
     return settings
 
 
@@ -119,10 +126,15 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
             raise ValueError(f"--attention-backend {backend} does not support float64; use torch")
         if reason := _triton_refusal(model):
             raise ValueError(f"--attention-backend {backend}: {reason}; use torch")
-    if backend == "flashinfer" and any(layer.sinks for layer in model.layers):
-        raise ValueError(
-            "--attention-backend flashinfer: attention sinks are not passed to FlashInfer; use triton or torch"
-        )
+    if backend == "flashinfer":
+        for what, there in {
+            "attention sinks": any(layer.sinks for layer in model.layers),
+            "capped scores": any(layer.softmax.cap is not None for layer in model.layers),
+        }.items():
+            if there:
+                raise ValueError(
+                    f"--attention-backend flashinfer: {what} are not passed to FlashInfer; use triton or torch"
+                )
     if backend == "flashinfer" and find_spec("flashinfer") is None:
         raise ValueError(
             "--attention-backend flashinfer needs the package flashinfer-python, which is not installed"

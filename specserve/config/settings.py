@@ -195,8 +195,8 @@ class Settings:
     cpu_threads: int | None = engine(
         None,
         "Threads of the engine on a CPU. Default: the number that makes a step fastest, measured at start, within the "
-        "cores that process, container and OMP_NUM_THREADS allow; the server leaves one core to its front. Set it to "
-        "get the same rounding at every start.",
+        "cores that process, container and OMP_NUM_THREADS allow; the server leaves one core to its front. With "
+        "several ranks, threads of each. Set it to get the same rounding at every start.",
         low=1,
         check=checks.cores,
     )

@@ -92,7 +92,7 @@ _NO_EFFECT = _by_flag({
         "max-mamba-cache-size", "mamba-full-memory-ratio", "mamba-cache-mode", "mamba-radix-cache-strategy",
     ),
     "ranks run on one machine, over sockets without addresses": (
-        "nccl-port", "dist-init-addr", "dist-timeout", "node-rank"
+        "nccl-port", "dist-init-addr", "dist-timeout", "node-rank", "distributed-executor-backend"
     ),
     "sums over ranks are added in one order, by one implementation": (
         "disable-custom-all-reduce", "enable-p2p-check"
@@ -107,7 +107,6 @@ _SIZES = _by_flag({
 })  # fmt: skip
 """Those that are taken with 1 alone."""
 _NOT_TAKEN = _SIZES | _by_flag({
-    "ranks are processes of this machine": ("distributed-executor-backend",),
     "attention is shared out by heads, by --tensor-parallel-size": ("enable-dp-attention",),
     "which experts are chosen is not recorded": (
         "enable-expert-distribution-metrics", "expert-distribution-recorder-mode",

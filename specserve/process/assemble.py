@@ -150,6 +150,7 @@ def _create(
         phase.enter("waiting for the other ranks")
         torch.set_num_threads(config.threads)
         followers.wait()
+        log.info("%d ranks, %d threads each", config.tensor_parallel_size, config.threads)
     elif config.device == "cpu" and config.cpu_threads is None:
         phase.enter("choosing threads")
         choose_threads(context, min(config.cores, torch.get_num_threads()))
