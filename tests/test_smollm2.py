@@ -62,15 +62,26 @@ def texts(model: Path, **speculation: Any) -> list[tuple[list[int], list[int]]]:
 
 @installed
 def test_answers_are_those_of_transformers_with_and_without_drafts(model: Path) -> None:
+    """One pass over a greedy answer says whether each of its tokens is Transformers' choice after those before it."""
     from transformers import AutoModelForCausalLM
 
     found = texts(model)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for prompt, answer in found:
-        ids = torch.tensor([prompt])
-        written = reference.generate(ids, max_new_tokens=32, do_sample=False)[0, len(prompt) :]
-        assert answer == written.tolist()
+        with torch.inference_mode():
+            logits_TV = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        assert answer == logits_TV.argmax(-1).tolist()
+        assert len(answer) == PARAMS.max_tokens or answer[-1] == reference.config.eos_token_id
     assert texts(model, **LOOKUP) == found
+
+
+@installed
+def test_the_tokenizer_is_the_published_one(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.tokenize("By  4 May 19") == ["By", "ĠĠ", "4", "ĠMay", "Ġ", "1", "9"]
 
 
 def test_a_model_asks_itself(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
+
+SPECIAL = 3  # a token's type
 
 
 def source() -> Path:
@@ -26,13 +29,34 @@ def source() -> Path:
     return file
 
 
+def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
+    """Return the published one: digits alone, then GPT-2's bytes. Transformers reads no digits from the file, and some
+    versions a wrong end token."""
+    from gguf import GGUFReader
+
+    fields = {name: field.contents() for name, field in GGUFReader(file).fields.items() if "token" in name}
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    found = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    found.pre_tokenizer, found.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
+    types = fields["tokenizer.ggml.token_type"]
+    found.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == SPECIAL])
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    roles = {role: tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for role, name in names.items()}
+    template = fields["tokenizer.chat_template"]
+    return PreTrainedTokenizerFast(tokenizer_object=found, chat_template=template, **roles)
+
+
 def convert(file: Path, output: Path) -> None:
     """Write weights, configuration, tokenizer and chat template to ``output``."""
-    given = {"gguf_file": file.name, "local_files_only": True}
-    AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(output)
-    widened = GgufConfig(dequantize=True)
+    read_tokenizer(file).save_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=torch.bfloat16, quantization_config=widened, **given
+        file.parent,
+        gguf_file=file.name,
+        local_files_only=True,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
     model.save_pretrained(output)
 
