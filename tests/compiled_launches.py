@@ -578,17 +578,18 @@ def launch_wide(tokens: int) -> None:
     swap_ab_linear(x_TI, weight(28672, 4096), "silu")
 
 
-def launch_experts(tokens: int, correction: bool = False, biased: bool = False) -> None:
-    """Of Qwen3-30B-A3B's size, but fewer, or with groups and biases."""
+def launch_experts(tokens: int, correction: bool = False, biased: bool = False, first: int = 0) -> None:
+    """Of Qwen3-30B-A3B's size, but fewer, or with groups and biases. This rank has those from ``first`` on."""
     count, size, inner, bf16 = 16, 2048, 768, torch.bfloat16
     x_TH, bias_E = torch.zeros(tokens, size, dtype=bf16), torch.zeros(count) if correction else None
     more: dict[str, Any] = {"groups": 4, "chosen_groups": 2, "group_best": 2} if correction else {}
     routing = Routing(count, 8, "sigmoid" if correction else "softmax", **more)
     routes = route(x_TH, weight(count, size), routing, bias_E, bias_E)
-    biases = [torch.zeros(count, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
-    stacked = weight(count * 2 * inner, size).unflatten(0, (count, -1)), weight(count * size, inner)
-    experts = ExpertWeights(stacked[0], stacked[1].unflatten(0, (count, -1)), *biases)
-    run_experts(x_TH, routes, experts, "silu", x_TH if correction else None)
+    own = count - first
+    biases = [torch.zeros(own, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
+    stacked = weight(own * 2 * inner, size).unflatten(0, (own, -1)), weight(own * size, inner)
+    experts = ExpertWeights(stacked[0], stacked[1].unflatten(0, (own, -1)), *biases)
+    run_experts(x_TH, routes, experts, "silu", x_TH if correction else None, first, count)
 
 
 def launch_packed_experts(tokens: int) -> None:
@@ -653,7 +654,7 @@ def main() -> None:
         launch_drafted(checkpoints, "EAGLE3", {1: [PLAIN], 4: [FORETOLD], 20: [PLAIN]})
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 4: [PLAIN]}, integers=True)
-        launch_experts(4, correction=True, biased=True)
+        launch_experts(4, correction=True, biased=True, first=8)
         for tokens in (64, 400):
             launch_packed_experts(tokens)
         launch_attention(128, 1, 8)

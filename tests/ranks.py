@@ -21,13 +21,14 @@ Found = TypeVar("Found")
 FOLLOWER = "follower"  # the name of a rank's thread
 
 
-def on_ranks(count: int, work: Callable[[Ranks], Found]) -> list[Found]:
-    """What each rank returns. One that fails ends the others, and its error is raised."""
+def on_ranks(count: int, work: Callable[[Ranks], Found], experts: int = 1) -> list[Found]:
+    """What each rank returns. One that fails ends the others, and its error is raised. ``experts``: groups of ranks
+    with different ones."""
     peers = [SocketPeers(rank, sockets) for rank, sockets in enumerate(connect(count))]
 
     def run(rank: int) -> Found:
         try:
-            return work(Ranks(rank, count, peers[rank]))
+            return work(Ranks(rank, count, peers[rank], experts))
         finally:
             peers[rank].close()
 

@@ -19,6 +19,7 @@ from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from tests.fixtures import Quantized
 from tests.ranks import on_ranks
+from tests.reference.models import make_qwen3_moe
 from tests.reference.quantized import DIALECTS
 from tests.test_more_targets import CONFIGS, SIZES
 from tests.test_targets import DenseAttend
@@ -66,9 +67,9 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-def logits(path: Path, ranks: Ranks) -> Tensor:
-    """Of a model with random weights."""
-    model, tokens = load(path, ranks, ""), torch.tensor(TOKENS)
+def logits(path: Path, ranks: Ranks, filed: bool = False) -> Tensor:
+    """Of a model with random weights, unless they are ``filed``."""
+    model, tokens = load(path, ranks, None if filed else ""), torch.tensor(TOKENS)
     with torch.no_grad():
         hidden, _ = model(TokenBatch(tokens, torch.arange(len(tokens)), DenseAttend()))
         return model.logits(hidden)
@@ -82,6 +83,27 @@ def test_every_architecture_on_two_ranks(family: str, tmp_path: Path) -> None:
     assert torch.equal(one, other)
     torch.testing.assert_close(one, expected, rtol=0, atol=1e-10)
     assert expected.std() > 0.01
+
+
+@pytest.mark.parametrize(("family", "count"), [("gpt-oss", 4), ("glm 4.5, in groups", 2), ("qwen 3 moe", 2)])
+def test_whole_experts_on_two_groups_of_ranks(
+    family: str, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With biases, of one rank of a group; in groups, next to shared ones; and from files."""
+    if filed := family == "qwen 3 moe":
+        path = make_qwen3_moe(tmp_path / "model")
+    else:
+        path = dummy(tmp_path, family, **({"num_local_experts": 4} if family == "gpt-oss" else {}))
+    expected = logits(path, ONE, filed)
+    for found in on_ranks(count, lambda ranks: logits(path, ranks, filed), experts=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert "no parameter reads" not in caplog.text
+    (config,) = {
+        each.experts for each in load_model_config(path).on(Ranks(1, 2, experts=2)).layers if each.experts
+    }
+    assert config is not None
+    whole = config.routing.experts
+    assert config.numbers == range(whole // 2, whole)
 
 
 def joined(whole: Projection, parts: list[Projection]) -> Tensor:

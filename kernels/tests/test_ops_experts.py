@@ -144,6 +144,21 @@ def test_sums_of_experts(
     torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_sums_of_some_of_the_experts(tokens: int, request: pytest.FixtureRequest) -> None:
+    """Those of others, whose weights are elsewhere, add nothing, whatever memory holds."""
+    dtype = DTYPES[0]
+    torch.use_deterministic_algorithms(True)  # fills what is made with NaN
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    x_TH, routes, experts = drawn(tokens, 6, 3, 64, 32, True, dtype)
+    for first, end in ((0, 2), (2, 6)):
+        own = ExpertWeights(*(each[first:end] for each in experts))  # type: ignore[index, arg-type]
+        wide = ExpertWeights(*(each.double() for each in own))  # type: ignore[union-attr]
+        found = ops.run_experts(x_TH, routes, own, "silu", None, first, 6)
+        expected = reference.run_experts(x_TH.double(), routes, wide, "silu", None, first)
+        torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
     """(what a file holds, what it means in float64) of random numbers of this shape; ``kind`` begins with their dtype,
     then how many inputs share a scale, 0 for all, and outputs."""

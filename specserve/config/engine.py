@@ -14,6 +14,7 @@ from specserve.config.speculation import DYNAMIC, acceptance_rates, lookahead_of
 from specserve.methods import ANY, Drafts, DraftSettings, MapPlan, method_of
 
 if TYPE_CHECKING:
+    from specserve.layers.ranks import Peers, Ranks
     from specserve.models.config import ModelConfig
 
 
@@ -36,6 +37,7 @@ class EngineConfig:
     cpu_threads: int | None
     cores: int
     tensor_parallel_size: int
+    expert_parallel_size: int
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int
@@ -90,6 +92,12 @@ class EngineConfig:
     def threads(self) -> int:
         """The CPU threads of a rank, if there are several."""
         return self.cpu_threads or self.cores
+
+    def place(self, rank: int, peers: Peers | None = None) -> Ranks:
+        """Return the place of a rank."""
+        from specserve.layers.ranks import Ranks  # imports torch, which the command line does not need
+
+        return Ranks(rank, self.tensor_parallel_size, peers, self.expert_parallel_size)
 
     @property
     def most_slowdown(self) -> float:

@@ -65,11 +65,23 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
     return settings.choose("device", "cuda" if has_cuda else "cpu", why, notes)
 
 
-def _ranks(settings: Settings, model: ModelConfig, _: Notes) -> Settings:
-    if settings.tensor_parallel_size > 1:
+def _ranks(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
+    ranks, groups = settings.tensor_parallel_size, settings.expert_parallel_size
+    if settings.enable_expert_parallel and groups == 1:
+        settings, groups = (
+            settings.choose("expert_parallel_size", ranks, "--enable-expert-parallel", notes),
+            ranks,
+        )
+    if ranks % groups:
+        raise ValueError(
+            f"--expert-parallel-size: must divide --tensor-parallel-size {ranks}, found {groups}"
+        )
+    if groups > 1 and not any(layer.experts for layer in model.layers):
+        raise ValueError(f"--expert-parallel-size: must be 1 for {model.architecture}, which has no experts")
+    if ranks > 1:
         from specserve.layers.ranks import Ranks  # imports torch, which the command line does not need
 
-        model.on(Ranks(0, ranks := settings.tensor_parallel_size))
+        model.on(Ranks(0, ranks, experts=groups))
         most = max(1, (os.cpu_count() or 1) // ranks)
         if (settings.cpu_threads or 1) > most:
             raise ValueError(

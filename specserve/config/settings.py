@@ -294,6 +294,17 @@ class Settings:
         low=1,
         high=64,
     )
+    expert_parallel_size: int = engine(
+        1,
+        "Groups of ranks, each with as many whole experts, whose channels its ranks share. Must divide "
+        "tensor_parallel_size, and the number of experts be a multiple of it.",
+        aliases=("ep_size", "ep"),
+        low=1,
+        high=64,
+    )
+    enable_expert_parallel: bool = engine(
+        False, "expert_parallel_size is tensor_parallel_size.", aliases=("enable_ep_moe", "enable_deepep_moe")
+    )
     random_seed: int | None = engine(
         None,
         "Seed from which requests without a `seed` get theirs. Default: a new one at each start; it is logged.",

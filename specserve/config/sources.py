@@ -39,10 +39,10 @@ _NO_EFFECT = _by_flag({
         "enable-flashinfer-moe", "enable-flashinfer-cutlass-moe", "enable-flashinfer-trtllm-moe",
         "enable-triton-kernel-moe", "disable-shared-experts-fusion",
     ),
-    "every rank has a part of each expert": (
-        "enable-expert-parallel", "enable-ep-moe", "enable-deepep-moe", "moe-a2a-backend",
-        "speculative-moe-a2a-backend", "all2all-backend", "deepep-mode", "deepep-config", "moe-dense-tp-size",
-        "elastic-ep-backend", "ep-dispatch-algorithm", "ep-num-redundant-experts", "num-redundant-experts",
+    "outputs of experts are added over ranks like all others, and experts stay where they are": (
+        "moe-a2a-backend", "speculative-moe-a2a-backend", "all2all-backend", "deepep-mode", "deepep-config",
+        "moe-dense-tp-size", "elastic-ep-backend", "ep-dispatch-algorithm", "ep-num-redundant-experts",
+        "num-redundant-experts",
         "init-expert-location", "expert-placement-strategy", "enable-eplb", "eplb-config", "eplb-algorithm",
         "eplb-rebalance-num-iterations", "eplb-rebalance-layers-per-chunk", "eplb-window-size", "eplb-step-interval",
         "eplb-min-rebalancing-utilization-threshold", "eplb-log-balancedness",
@@ -102,7 +102,6 @@ _NO_EFFECT = _by_flag({
 _SIZES = _by_flag({
     "a server is one replica; start several behind a proxy": ("data-parallel-size", "dp-size", "dp"),
     "every layer is shared out, by --tensor-parallel-size": ("pipeline-parallel-size", "pp-size", "pp"),
-    "every expert is shared out, by --tensor-parallel-size": ("expert-parallel-size", "ep-size", "ep"),
     "ranks run on one machine": ("nnodes",),
 })  # fmt: skip
 """Those that are taken with 1 alone."""

@@ -11,7 +11,7 @@ from specserve_kernels import Gate, Routing
 from specserve.kv.spec import DeltaState, HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 from specserve.layers.linear import PLAIN
-from specserve.layers.ranks import ONE, Ranks
+from specserve.layers.ranks import OF_EXPERTS, ONE, Ranks, ranges_of
 from specserve.layers.weights import WeightFormat
 
 
@@ -20,7 +20,7 @@ class ExpertsConfig:
     """``inner_size``: of each expert. ``shared_size``: of the MLP that all tokens go through too, 0: there is none;
     ``shared_gate``: its output is weighed by a sigmoid. ``router_bias``: the router's logits have one.
     ``correction``: so has its choice. ``module``: its name in files, ``parts`` those of an expert's projections (gate,
-    up and down), and ``shared_module`` that of the MLP for all."""
+    up and down), and ``shared_module`` that of the MLP for all. ``own``: those that are held here, None: all."""
 
     routing: Routing
     inner_size: int
@@ -31,12 +31,21 @@ class ExpertsConfig:
     module: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_module: str = "shared_expert"
+    own: int | None = None
+
+    @property
+    def numbers(self) -> range:
+        """Of the experts that are held here."""
+        ((begin, end),) = ranges_of(self.routing.experts if self.own is None else self.own)
+        return range(begin, end)
 
     def on(self, ranks: Ranks, unit: int) -> Self:
-        """Return this rank's part: of every expert its channels. The router is whole on each rank."""
-        inner = ranks.share(self.inner_size, "the inner size of experts", unit=unit)
+        """Return this rank's part: some experts, and of each its channels. The router is whole on each rank."""
+        groups, group = ranks.of_experts()
+        own = groups.share(self.routing.experts, "the number of experts", flag=OF_EXPERTS)
+        inner = group.share(self.inner_size, "the inner size of experts", unit=unit)
         shared = ranks.share(self.shared_size, "the inner size of the shared expert", unit=unit)
-        return replace(self, inner_size=inner, shared_size=shared)
+        return replace(self, own=own, inner_size=inner, shared_size=shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class LayerConfig:
         return cls(**{each.name: getattr(layer, each.name) for each in fields(layer)} | changes)
 
     def on(self, ranks: Ranks) -> Self:
-        """Return this rank's part: its heads, and its channels of the MLP or of every expert. Raises ValueError naming
+        """Return this rank's part: its heads, and its channels of the MLP or of experts. Raises ValueError naming
         a size that can't be shared out."""
         if ranks.count == 1:
             return self

@@ -37,7 +37,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts, stacked in two projections, whose parts are each expert's."""
+    """The weights of this rank's experts, stacked in two projections, whose parts are each expert's."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Experts(nn.Module):
         name = ".".join(filter(None, ["layers", str(layer), config.experts.module, "experts"]))
         size = config.hidden_size
         (*gate_up_parts, down), inner = config.experts.parts, config.experts.inner_size
-        self.count = config.experts.routing.experts
-        numbers, new = range(self.count), config.weights.projection
-        gate_up = {f"{n}.{part}": inner for n in numbers for part in gate_up_parts}
+        self.total, self.numbers = config.experts.routing.experts, config.experts.numbers
+        self.activation, new = config.activation, config.weights.projection
+        gate_up = {f"{n}.{part}": inner for n in self.numbers for part in gate_up_parts}
         self.gate_up_proj = new(name, size, gate_up, config.mlp_bias)
-        self.down_proj = new(name, inner, {f"{n}.{down}": size for n in numbers}, config.mlp_bias)
+        self.down_proj = new(name, inner, {f"{n}.{down}": size for n in self.numbers}, config.mlp_bias)
         for each in (self.gate_up_proj, self.down_proj):
             if isinstance(each, Joined):
                 raise ValueError(
@@ -57,20 +57,28 @@ class Experts(nn.Module):
                 )
             each.stacked = True
 
+    def forward(self, x_TH: Tensor, routes: Routes, shared_TH: Tensor | None = None) -> Tensor:
+        """Return what this rank adds to the outputs."""
+        return kernels.run_experts(
+            x_TH, routes, self._stacked, self.activation, shared_TH, self.numbers.start, self.total
+        )
+
     @property
-    def stacked(self) -> kernels.ExpertWeights:
-        gate_up, gate_up_bias_EO = self.gate_up_proj.of_experts(self.count)
-        down, down_bias_EH = self.down_proj.of_experts(self.count)
+    def _stacked(self) -> kernels.ExpertWeights:
+        count = len(self.numbers)
+        gate_up, gate_up_bias_EO = self.gate_up_proj.of_experts(count)
+        down, down_bias_EH = self.down_proj.of_experts(count)
         return kernels.ExpertWeights(gate_up, down, gate_up_bias_EO, down_bias_EH)
 
     @property
     def words(self) -> str:
         """Their loaded weights and what multiplies them, for reports."""
-        weights = self.stacked[:2]
+        weights, count = self._stacked[:2], len(self.numbers)
         held = [each.values if isinstance(each, kernels.Packed) else each for each in weights]
         kinds = " and ".join(dict.fromkeys(map(_words, weights)))
         by = "Triton, all chosen ones at once" if kernels.runs_triton(held) else "PyTorch, one after another"
-        return f"{self.count} experts in {kinds}, multiplied by {by}"
+        of = "" if count == self.total else f" of {self.total}"
+        return f"{count}{of} experts in {kinds}, multiplied by {by}"
 
 
 def _words(weight: Tensor | kernels.Packed) -> str:
@@ -82,8 +90,8 @@ def _words(weight: Tensor | kernels.Packed) -> str:
 
 
 class ExpertsMLP(nn.Module):
-    """Adds the outputs of each token's experts, and of the shared one, a ``mlp_class``. Each rank has some channels of
-    every expert, and the sum over ranks comes last."""
+    """Adds the outputs of each token's experts, and of the shared one, a ``mlp_class``. Each rank has some experts, or
+    some channels of them, and the sum over ranks comes last."""
 
     def __init__(
         self, config: LayerConfig, layer: int, mlp_class: Callable[[LayerConfig, int, str], nn.Module]
@@ -91,7 +99,7 @@ class ExpertsMLP(nn.Module):
         super().__init__()
         assert config.experts is not None
         mine = config.experts
-        self.activation, self.ranks = config.activation, config.ranks
+        self.ranks = config.ranks
         self.gate = Router(mine, config.hidden_size)
         self.experts = Experts(config, layer)
         self.shared_expert = self.shared_expert_gate = None
@@ -108,6 +116,4 @@ class ExpertsMLP(nn.Module):
             shared_TH, _ = self.shared_expert(x_TH, residual_TH)
             if self.shared_expert_gate is not None:
                 shared_TH = self.shared_expert_gate(x_TH).sigmoid() * shared_TH
-        routes, stacked = self.gate(x_TH), self.experts.stacked
-        made_TH = kernels.run_experts(x_TH, routes, stacked, self.activation, shared_TH)
-        return self.ranks.sum(made_TH), residual_TH
+        return self.ranks.sum(self.experts(x_TH, self.gate(x_TH), shared_TH)), residual_TH

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-FLAG = "--tensor-parallel-size"
+FLAG, OF_EXPERTS = "--tensor-parallel-size", "--expert-parallel-size"
 _UNIT = 64  # vocabularies are cut at multiples of this, so that rows stay aligned
 
 
@@ -123,13 +123,20 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place among ``count``. ``peers`` None: there are none, or nothing but shapes."""
+    """This process's place among ``count``. ``peers`` None: there are none, or nothing but shapes. ``experts``: groups
+    of neighbouring ranks, each with some experts, of which a rank has some channels."""
 
     rank: int = 0
     count: int = 1
     peers: Peers | None = None
+    experts: int = 1
 
-    def share(self, size: int, name: str, repeat: bool = False, unit: int = 1) -> int:
+    def of_experts(self) -> tuple[Ranks, Ranks]:
+        """Return the place of its group among those with other experts, and its own in the group."""
+        each = self.count // self.experts
+        return Ranks(self.rank // each, self.experts), Ranks(self.rank % each, each)
+
+    def share(self, size: int, name: str, repeat: bool = False, unit: int = 1, flag: str = FLAG) -> int:
         """Return this rank's part of ``size`` equal things. ``repeat``: of fewer than ranks, each is on several.
         ``unit``: they are cut at multiples of it if possible, else evenly. Raises ValueError if they can't be shared
         out."""
@@ -142,7 +149,7 @@ class Ranks:
             unit = 1
         if unit == 1 and size % count:
             also = " or divide it" if repeat else ""
-            raise ValueError(f"{FLAG}: {name} must be a multiple of it{also}, found {self.count} and {size}")
+            raise ValueError(f"{flag}: {name} must be a multiple of it{also}, found {self.count} and {size}")
         return Share(size, [_limits(rank, count, size, unit)])
 
     def vocabulary(self, size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 READERS = 4  # threads: disk and device copy have more bandwidth than one thread uses
 DTYPES = FLOATS
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")  # its number
 _ROWS = 1024  # compared at a time
 
 
@@ -276,6 +278,9 @@ def _warn_of_unread(model: TargetModel, known: Collection[str], files: TensorFil
         for name in files.names()
         if name not in known and not any(part in name for part in model.unread) and not name.endswith(ends)
     ]
+    if model.config.ranks.experts > 1:  # other ranks read other experts
+        read = {_EXPERT.sub(".", name) for name in known}
+        unread = [name for name in unread if _EXPERT.sub(".", name) not in read]
     if unread:
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: no parameter reads %s%s", files.path, ", ".join(unread[:5]), more)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from specserve_kernels import Rounded, Routes, rms_norm, run_experts
+from specserve_kernels import Rounded, Routes, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,7 +75,7 @@ class Gemma4Layer(GemmaLayer):
         super().__init__(replace(config, experts=None), layer)
         assert isinstance(config, Gemma4Config)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.router, self._activation, self.ranks = None, config.activation, config.ranks
+        self.router, self.ranks = None, config.ranks
         if config.experts:
             self.router, self.experts = Gemma4Router(config, config.experts), Experts(config, layer)
             self.post_feedforward_layernorm_1 = self.norm_class(size, eps)
@@ -92,7 +92,7 @@ class Gemma4Layer(GemmaLayer):
         update_TH, residual_TH = super().feed_forward(x_TH, residual_TH)
         if self.router is not None:
             read_TH, routes = self.pre_feedforward_layernorm_2(residual_TH), self.router(residual_TH)
-            mixed_TH = self.ranks.sum(run_experts(read_TH, routes, self.experts.stacked, self._activation))
+            mixed_TH = self.ranks.sum(self.experts(read_TH, routes))
             update_TH = self.post_feedforward_layernorm_1(update_TH)
             update_TH += self.post_feedforward_layernorm_2(mixed_TH)
         return update_TH, residual_TH

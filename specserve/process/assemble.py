@@ -360,7 +360,7 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
     """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page."""
     shapes = replace(config, device="meta", max_total_tokens=config.page_size)
-    return create_context(shapes, plan, Ranks(0, config.tensor_parallel_size))
+    return create_context(shapes, plan, config.place(0))
 
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:

@@ -14,7 +14,6 @@ import torch
 
 from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
-from specserve.layers.ranks import Ranks
 from specserve.logs import configure_logging
 from specserve.process.assemble import create_context, shape_plan
 from specserve.process.followers import HANG, Job, Word, put, take
@@ -34,7 +33,7 @@ def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: 
         rank, config = job
         peers = SocketPeers(rank, sockets)
         torch.set_num_threads(config.threads)
-        context = create_context(config, shape_plan(config), Ranks(rank, config.tensor_parallel_size, peers))
+        context = create_context(config, shape_plan(config), config.place(rank, peers))
         executor = Executor(context, {})
         put(control, pickle.dumps(Word()))
         serves = True

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from specserve.config.engine import EngineConfig
 from specserve.engine.commands import Command, encode
-from specserve.layers.ranks import Ranks
 from specserve.process.peers import RankGone, SocketPeers, connect
 
 log = logging.getLogger(__name__)
@@ -107,13 +106,12 @@ class Followers:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start them loading. Raises ValueError if they can't be started."""
-        count = config.tensor_parallel_size
-        mine, *others = connect(count)
+        mine, *others = connect(config.tensor_parallel_size)
         self._peers = SocketPeers(0, mine)
         self._controls: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
         self._broken = False
-        self.ranks = Ranks(0, count, self)
+        self.ranks = config.place(0, self)
         try:
             for rank, peers in enumerate(others, 1):
                 self._controls[rank], theirs = socket.socketpair()

@@ -37,7 +37,7 @@ LLAMA: Any = SimpleNamespace(
     longest_context=(2048, "max_position_embeddings"),
     dtype="float32",
     vocab_size=100,
-    layers=(SimpleNamespace(head_dim=128, softmax=Softmax(), latent=None),),
+    layers=(SimpleNamespace(head_dim=128, softmax=Softmax(), latent=None, experts=None),),
     states=(),
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
@@ -248,20 +248,24 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
 
 def test_flags_of_experts() -> None:
     """Each is told by its name, and a switch does not swallow what follows."""
-    line = "--enable-expert-parallel --enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton --ep-size 1"
+    line = "--enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton"
     assert load(f"{line} --port 5").port == 5
-    one, kernel = "every rank has a part of each expert", "how experts are stored decides their kernel"
+    kernel = "how experts are stored decides their kernel"
+    one = "outputs of experts are added over ranks like all others, and experts stay where they are"
     assert list(unused(line.split(), {})) == [
-        f"--enable-expert-parallel has no effect: {one}",
         f"--enable-eplb has no effect: {one}",
         f"--moe-a2a-backend has no effect: {one}",
         f"--moe-runner-backend has no effect: {kernel}",
-        "--ep-size has no effect: every expert is shared out, by --tensor-parallel-size",
     ]
+    given = load("--enable-ep-moe --tp 2 --device cpu")
     with pytest.raises(
-        ValueError, match="--ep: not accepted: every expert is shared out, by --tensor-parallel-size"
+        ValueError, match="--expert-parallel-size: must be 1 for LlamaForCausalLM, which has no experts"
     ):
-        load("--ep 2")
+        resolve(given, LLAMA)
+    with pytest.raises(
+        ValueError, match="--expert-parallel-size: must divide --tensor-parallel-size 2, found 4"
+    ):
+        resolve(replace(given, expert_parallel_size=4), LLAMA)
     with pytest.raises(ValueError, match="-metrics: not accepted: which experts are chosen is not recorded"):
         load("--enable-expert-distribution-metrics")
 

@@ -18,7 +18,6 @@ from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.kv.pool import PoolConfig
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
-from specserve.layers.ranks import Ranks
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, shape_plan
@@ -86,10 +85,8 @@ def _states(context: Context) -> int:
 def _temporary(config: EngineConfig) -> int:
     """Return how much more than the target's weights loading takes at most: each reader prepares one projection."""
     with (made := Allocations()):
-        ranks = Ranks(0, config.tensor_parallel_size)
-        target = load_target(
-            config.model_path, DTYPES[config.dtype], torch.device("meta"), 1, config.model, ranks
-        )
+        dtype, model = DTYPES[config.dtype], config.model
+        target = load_target(config.model_path, dtype, torch.device("meta"), 1, model, config.place(0))
     most = made.peak - made.held
     if config.device != "cpu":
         return READERS * most

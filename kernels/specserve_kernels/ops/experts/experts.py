@@ -66,16 +66,23 @@ def packed_blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
 
 
 def run_experts(
-    x_TH: Tensor, routes: Routes, experts: ExpertWeights, gate: Gate, shared_TH: Tensor | None = None
+    x_TH: Tensor,
+    routes: Routes,
+    experts: ExpertWeights,
+    gate: Gate,
+    shared_TH: Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> Tensor:
     """Same as the reference, summed in float32. The routes have the tiles of ``route`` on a GPU."""
     assert routes.tiles is not None
     tokens, size = x_TH.shape
-    count, inner = experts.sizes(size)
+    own, inner = experts.sizes(size)
+    count = own if total is None else total
     pairs, chosen = routes.expert_TK.numel(), routes.expert_TK.shape[1]
     order_P, tile_X3 = routes.tiles
     tile, tiles, few = pairs_of_tile(pairs, count), len(tile_X3) - 1, tokens <= FEW_TOKENS
-    shape = {"E": count, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
+    shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
     weights, options, outputs = _launch(experts.gate_up, tile, x_TH, gates=True)
     inner_PI = x_TH.new_empty((pairs, inner))
     _gate_up_kernel[(tiles, cdiv(inner, outputs))](
@@ -86,6 +93,7 @@ def run_experts(
         tile_X3,
         inner_PI,
         x_TH.stride(0),
+        first,
         GATED=GATES.index(gate),
         **shape,
         **options,
@@ -101,19 +109,32 @@ def run_experts(
         order_P,
         tile_X3,
         made_PH,
+        routes.expert_TK,
         routes.weight_TK,
         shared_TH,
         out_TH,
         tickets(blocks, x_TH.device) if few else order_P,
         tokens,
         tiles,
+        first,
         ADDED=max(16, next_power_of_2(tokens)) if few else 0,
         **shape,
         **options,
     )
     if not few:
         _add_kernel[(tokens * cdiv(size, BLOCK_H),)](
-            made_PH, routes.weight_TK, shared_TH, out_TH, K=chosen, H=size, BLOCK=BLOCK_H, **overlap()
+            made_PH,
+            routes.expert_TK,
+            routes.weight_TK,
+            shared_TH,
+            out_TH,
+            first,
+            E=count,
+            OWN=own,
+            K=chosen,
+            H=size,
+            BLOCK=BLOCK_H,
+            **overlap(),
         )
     return out_TH
 
@@ -150,7 +171,7 @@ def _launch(
     return (words_of(values) if weight.floats else values, scale, zero, weight.unit_O), options, block.outputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _gate_up_kernel(
     x_ptr,  # [T, H]
     weight_ptr,  # [E, 2 * I, H], in 8 bits [E * 2 * I, padded H], in 4 bits half of it
@@ -162,8 +183,10 @@ def _gate_up_kernel(
     tile_ptr,  # [X + 1, 3]
     out_ptr,  # [P, I], sorted
     stride,
+    first_expert,
     GATED: tl.constexpr,
     E: tl.constexpr,
+    OWN: tl.constexpr,  # experts from the first on, whose weights these are
     K: tl.constexpr,
     I: tl.constexpr,
     H: tl.constexpr,
@@ -177,8 +200,8 @@ def _gate_up_kernel(
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
     tile_ptrs = tile_ptr + tl.program_id(0) * 3
-    expert, first, end = tl.load(tile_ptrs), tl.load(tile_ptrs + 1), tl.load(tile_ptrs + 2)
-    if expert < E:
+    expert, first, end = tl.load(tile_ptrs) - first_expert, tl.load(tile_ptrs + 1), tl.load(tile_ptrs + 2)
+    if _is_own(expert, E, OWN):
         here = first + p < end
         token = tl.load(order_ptr + first + p, mask=here, other=0) // K
         row, there = expert.to(tl.int64) * (2 * I) + o, o < I
@@ -204,7 +227,13 @@ def _gate_up_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles"])
+@triton.jit
+def _is_own(expert, E: tl.constexpr, OWN: tl.constexpr):
+    """``expert``: counted from the first whose weights are here."""
+    return expert < E if OWN == E else (expert >= 0) & (expert < OWN)
+
+
+@triton.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles", "first_expert"])
 def _down_kernel(
     inner_ptr,  # [P, I], sorted
     weight_ptr,  # [E, H, I], in 8 bits [E * H, padded I], in 4 bits half of it
@@ -215,14 +244,17 @@ def _down_kernel(
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
     made_ptr,  # [P, H]
+    expert_ptr,  # [T, K]
     share_ptr,  # [T, K]
     shared_ptr,  # [T, H]
     out_ptr,  # [T, H]
     tickets_ptr,  # int32, 0, for each block of outputs, if ADDED
     tokens,
     tiles,
+    first_expert,
     ADDED: tl.constexpr,
     E: tl.constexpr,
+    OWN: tl.constexpr,
     K: tl.constexpr,
     I: tl.constexpr,
     H: tl.constexpr,
@@ -244,10 +276,15 @@ def _down_kernel(
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
     if expert < E:
-        row, there = expert.to(tl.int64) * H + o, o < H
+        steps, there = (I + BLOCK_I - 1) // BLOCK_I, o < H
+        if OWN < E:  # a tile of another rank's expert takes its ticket alone
+            expert -= first_expert
+            own = _is_own(expert, E, OWN)
+            here, there, steps = here & own, there & own, tl.where(own, steps, 0)
+        row = expert.to(tl.int64) * H + o
         sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
         stored = weight_ptr, scale_ptr, zero_ptr
-        for step in range(0, (I + BLOCK_I - 1) // BLOCK_I):
+        for step in range(0, steps):
             at = step * BLOCK_I + i
             x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I + at[:, None]
             x = tl.load(x_ptrs, mask=here[None, :] & (at < I)[:, None], other=0)
@@ -255,7 +292,7 @@ def _down_kernel(
         if unit_ptr is not None:
             sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
         if bias_ptr is not None:
-            sums += tl.load(bias_ptr + expert * H + o, mask=o < H, other=0).to(tl.float32)[:, None]
+            sums += tl.load(bias_ptr + expert * H + o, mask=there, other=0).to(tl.float32)[:, None]
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
         if ADDED:
             used = tl.load(tile_ptr + tiles * 3)
@@ -264,7 +301,8 @@ def _down_kernel(
             if arrived == used:
                 tl.store(tickets_ptr + tl.program_id(1), 0)
                 t = tl.arange(0, ADDED)
-                _add(made_ptr, share_ptr, shared_ptr, out_ptr, t, o, t < tokens, o < H, K, H)
+                kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
+                _add(kept, t, o, t < tokens, o < H, first_expert, E, OWN, K, H)
 
 
 @triton.jit
@@ -342,12 +380,16 @@ def _as_floats(
         return plain * 0.0625 if BITS == 4 and not ZEROS else plain
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _add_kernel(
     made_ptr,  # [T, K, H]
+    expert_ptr,  # [T, K]
     share_ptr,  # [T, K]
     shared_ptr,  # [T, H]
     out_ptr,  # [T, H]
+    first_expert,
+    E: tl.constexpr,
+    OWN: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -357,17 +399,34 @@ def _add_kernel(
     t = tl.program_id(0) // BLOCKS + tl.arange(0, 1)
     h = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     take_turn(OVERLAP)
-    _add(made_ptr, share_ptr, shared_ptr, out_ptr, t, h, t >= 0, h < H, K, H)
+    kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
+    _add(kept, t, h, t >= 0, h < H, first_expert, E, OWN, K, H)
 
 
 @triton.jit
-def _add(made_ptr, share_ptr, shared_ptr, out_ptr, t, h, there_t, there_h, K: tl.constexpr, H: tl.constexpr):
-    """Add the outputs of tokens' experts in their order. Bypasses L1, which is not coherent with other programs'
-    stores."""
+def _add(
+    kept,
+    t,
+    h,
+    there_t,
+    there_h,
+    first_expert,
+    E: tl.constexpr,
+    OWN: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+):
+    """Add the outputs of tokens' experts that are here, in their order. Bypasses L1, which is not coherent with other
+    programs' stores."""
+    made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr = kept
     row, there = t.to(tl.int64)[:, None], there_t[:, None] & there_h[None, :]
     sums = tl.zeros((t.shape[0], h.shape[0]), tl.float32)
     for k in tl.static_range(K):
-        made = tl.load(made_ptr + (row * K + k) * H + h[None, :], mask=there, other=0, cache_modifier=".cg")
+        own = there
+        if OWN < E:
+            expert = tl.load(expert_ptr + row * K + k, mask=there_t[:, None], other=-1) - first_expert
+            own = there & _is_own(expert, E, OWN)
+        made = tl.load(made_ptr + (row * K + k) * H + h[None, :], mask=own, other=0, cache_modifier=".cg")
         share = tl.load(share_ptr + row * K + k, mask=there_t[:, None], other=0)
         sums = tl.fma(made, tl.broadcast_to(share, made.shape), sums)
     if shared_ptr is not None:

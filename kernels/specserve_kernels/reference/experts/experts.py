@@ -43,16 +43,23 @@ def _weight_of(weight: Tensor | Packed, number: int, count: int, dtype: torch.dt
 
 
 def run_experts(
-    x_TH: Tensor, routes: Routes, experts: ExpertWeights, gate: Gate, shared_TH: Tensor | None = None
+    x_TH: Tensor,
+    routes: Routes,
+    experts: ExpertWeights,
+    gate: Gate,
+    shared_TH: Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> Tensor:
     """Return the sum of each token's experts' outputs, times their weights, in the order of the experts, then
-    ``shared_TH``: added in float32 at least, and rounded once."""
+    ``shared_TH``: added in float32 at least, and rounded once. ``experts``: those from ``first`` on, of ``total``, or
+    all; others add nothing."""
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     out_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     count, _ = experts.sizes(x_TH.shape[1])
-    chosen = routes.expert_TK.unique().tolist() if x_TH.is_cpu else range(count)
-    for number in chosen:
-        yes_TK = routes.expert_TK == number
+    here, own_TK = range(count), routes.expert_TK - first
+    for number in (each for each in own_TK.unique().tolist() if each in here) if x_TH.is_cpu else here:
+        yes_TK = own_TK == number
         # Elsewhere the host would have to wait for the tokens' numbers; the others have a weight of 0.
         token_X = yes_TK.any(-1).nonzero()[:, 0] if x_TH.is_cpu else slice(None)
         weight_X1 = (routes.weight_TK * yes_TK).sum(-1, keepdim=True)[token_X]
