@@ -45,12 +45,13 @@ from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
+from specserve_kernels.ops.recurrent.inputs import convolve, delta_decays, keep_last
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
-from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
+from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Left, Runs
 from torch import Tensor
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
@@ -559,6 +560,7 @@ def launch_norms() -> None:
     """Of heads, before a sum, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
+    rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5, x_TH)
     norms, at_T = HeadNorms(weight_H[:128], weight_H[:128], 1e-6), torch.zeros(2, dtype=torch.int64)
     cache, table = torch.zeros(2, 2, 16, 8, 128, dtype=x_TH.dtype), x_TH.view(32, 2, 128)
     for rope in (table, table[..., :64].contiguous()):
@@ -609,15 +611,23 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
         torch.zeros(3, entries, values, size, dtype=bf16),
         torch.zeros(3, entries, values),
     )
-    key_TJD, value_TVU = (torch.zeros(8, heads, size, dtype=bf16) for heads in (keys, values))
-    inputs = DeltaInputs(key_TJD, key_TJD, value_TVU, torch.zeros(8, values), torch.zeros(8, values))
-    index_T = torch.zeros(8, dtype=torch.int64)
+    inputs_RWC = torch.zeros(3, 3, (2 * keys + values) * size, dtype=bf16)
+    rings, index_T = (*kept[1:], inputs_RWC), torch.zeros(8, dtype=torch.int64)
+    left = Left(*(each.new_zeros(8, *each.shape[2:]) for each in rings))
     runs = Runs(
         index_T[:2], index_T[:2], index_T[:3], index_T, index_T, index_T[:, None].repeat(1, entries), 8
     )
+    query_TJD, value_TVU = convolve(
+        left.input_TC, inputs_RWC[0, 0, :, None].repeat(1, 4), inputs_RWC, runs, left
+    )
+    few_TX, rate_V = torch.zeros(8, 2 * values, dtype=bf16), torch.zeros(values)
+    beta_TV, decay_TEV = delta_decays(*few_TX.chunk(2, 1), rate_V, rate_V, kept.decay_REV, runs, left)
+    inputs = DeltaInputs(query_TJD, left.key_TJD, value_TVU, beta_TV, left.decay_TV)
     for rule in (delta_nodes, delta_prompts):
-        rule(inputs, torch.zeros(8, entries, values), kept, runs)
+        rule(inputs, decay_TEV, kept, runs, left.value_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
+    one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
+    keep_last(*one, index_T, index_T, index_T, index_T)
 
 
 def main() -> None:

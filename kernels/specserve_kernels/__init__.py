@@ -26,13 +26,12 @@ from specserve_kernels.reference.linear.packed import (
 from specserve_kernels.reference.linear.quantize import FP8, GROUP, PAIRED, Rounded, rounded_inputs
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.recurrent import delta_rule as _delta_rule
+from specserve_kernels.reference.recurrent import inputs as _delta_inputs
 from specserve_kernels.reference.recurrent.delta_rule import (
     DeltaInputs,
     Lagged,
+    Left,
     Runs,
-    convolve,
-    decays,
-    keep_last,
     lag,
     trace_back,
 )
@@ -80,6 +79,8 @@ add_rms_norm = dispatched(norm.add_rms_norm)
 add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
 advance = dispatched(commit.advance)
 apply_gate = dispatched(activation.apply_gate)
+convolve = dispatched(_delta_inputs.convolve)
+delta_decays = dispatched(_delta_inputs.delta_decays)
 delta_nodes = dispatched(_delta_rule.delta_nodes)
 delta_prompts = dispatched(_delta_rule.delta_prompts)
 embed_rms_norm = dispatched(norm.embed_rms_norm)
@@ -92,6 +93,7 @@ gather_slots = dispatched(_gather_slots.gather_slots)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(indexed.indexed_linear)
 integer_linear = dispatched(integer.integer_linear)
+keep_last = dispatched(_delta_inputs.keep_last)
 linear = dispatched(_linear.linear)
 merge_pools = dispatched(merge.merge_pools)
 move_kv = dispatched(commit.move_kv)
@@ -124,6 +126,7 @@ __all__ = [
     "HeadNorms",
     "KVScales",
     "Lagged",
+    "Left",
     "Level",
     "Numbers",
     "Packed",
@@ -149,7 +152,7 @@ __all__ = [
     "chain_masks",
     "convolve",
     "count_tokens",
-    "decays",
+    "delta_decays",
     "delta_nodes",
     "delta_prompts",
     "dequantize",

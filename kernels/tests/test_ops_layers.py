@@ -103,6 +103,8 @@ def test_norms_of_slices(draw) -> None:
     assert_close(out, expected)
     out, total = norm.add_rms_norm(x[:1], residual[:1], weight, 1e-6)
     assert_close(out, expected[:1])
+    gate = draw(2, 300)[:, 90:282]  # of two heads
+    assert_close(*(version.rms_norm(x[:4], weight, 1e-6, gate) for version in (norm, reference_norm)))
 
 
 def test_row_does_not_depend_on_the_batch(draw) -> None:

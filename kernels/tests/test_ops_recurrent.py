@@ -4,25 +4,31 @@ and the kernel on a CPU under Triton's interpreter and on a GPU."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from specserve_kernels.reference.recurrent import delta_rule as reference
+from specserve_kernels.reference.recurrent import delta_rule, inputs
 from specserve_kernels.reference.recurrent.delta_rule import (
     DeltaInputs,
     Lagged,
+    Left,
     Runs,
-    decays,
-    keep_last,
     lag,
     trace_back,
 )
 from torch import Tensor
+from torch.nn import functional as F
 
 pytest.importorskip("triton")
-from specserve_kernels.ops.recurrent import delta_rule as ops
+from specserve_kernels.ops.recurrent import delta_rule as delta_rule_ops
+from specserve_kernels.ops.recurrent import inputs as inputs_ops
 
+reference, ops = (
+    SimpleNamespace(**vars(rule) | vars(tokens))
+    for rule, tokens in ((delta_rule, inputs), (delta_rule_ops, inputs_ops))
+)
 ROWS = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Dtypes = tuple[torch.dtype, torch.dtype]  # of states and of entries
@@ -37,51 +43,73 @@ class Sizes:
     value: int
 
 
+class Drawn(NamedTuple):
+    """What projections give: inputs of the convolution, of correction and of decay."""
+
+    x_TC: Tensor
+    b_TV: Tensor
+    a_TV: Tensor
+
+
+TAPS = 4
 SMALL = Sizes(4, 2, 4, 6, 5)
 INTERPRETED = Sizes(16, 1, 2, 16, 8)
 WHOLE = Sizes(16, 2, 4, 128, 128)
 
 
 class Layer:
-    """One layer's kept tensors, at first with NaN in all that nothing may read, and passes over its rows."""
+    """One layer's weights and kept tensors, at first with NaN in all that nothing may read, and passes over its
+    rows."""
 
-    def __init__(self, rule: ModuleType, sizes: Sizes, dtypes: Dtypes, kept: Lagged | None = None) -> None:
+    def __init__(self, rule: Any, sizes: Sizes, dtypes: Dtypes) -> None:
         self.rule, self.sizes, (self.state, self.entry) = rule, sizes, dtypes
         self.wide, self.device = (
             torch.promote_types(self.state, torch.float32),
             DEVICE if rule is ops else "cpu",
         )
         entries, heads = 2 * sizes.block, (sizes.values, sizes.value)
+        self.channels = 2 * sizes.keys * sizes.key + sizes.values * sizes.value
 
         def unread(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((ROWS, *shape), torch.nan, dtype=dtype, device=self.device)
 
-        self.kept = kept or Lagged(
+        self.kept = Lagged(
             unread(self.state, sizes.values, sizes.key, sizes.value),
             unread(self.entry, entries, sizes.keys, sizes.key),
             unread(self.entry, entries, *heads),
             unread(self.wide, entries, sizes.values),
         )
+        self.inputs_RWC = unread(self.entry, TAPS - 1, self.channels)
+        drawn = torch.randn(self.channels, TAPS), torch.randn(sizes.values), torch.rand(sizes.values) - 2
+        self.weight_CK, self.rate_V, self.bias_V = (
+            each.to(dtype).to(self.device)
+            for each, dtype in zip(drawn, (self.entry, self.wide, self.wide), strict=True)
+        )
 
-    def copy(self) -> Layer:
-        kept = Lagged(*(table.clone() for table in self.kept))
-        return Layer(self.rule, self.sizes, (self.state, self.entry), kept)
+    def copy(self, fresh: bool = False) -> Layer:
+        """``fresh``: with no tokens."""
+        made = Layer(self.rule, self.sizes, (self.state, self.entry))
+        made.weight_CK, made.rate_V, made.bias_V = self.weight_CK, self.rate_V, self.bias_V
+        if not fresh:
+            made.kept = Lagged(*(table.clone() for table in self.kept))
+            made.inputs_RWC = self.inputs_RWC.clone()
+        return made
 
-    def draw(self, count: int) -> DeltaInputs:
-        sizes, unit = self.sizes, torch.nn.functional.normalize
-        query, key = (unit(torch.randn(count, sizes.keys, sizes.key), dim=-1) for _ in range(2))
-        value, beta = torch.randn(count, sizes.values, sizes.value), torch.rand(count, sizes.values)
-        numbers = query.to(self.entry), key.to(self.entry), value.to(self.entry), beta.to(self.wide)
-        decay = -torch.rand(count, sizes.values).to(self.wide) / 2
-        return DeltaInputs(*(each.to(self.device) for each in (*numbers, decay)))
+    def draw(self, count: int) -> Drawn:
+        """As views of what two projections give."""
+        wide = torch.randn(count, self.channels + 3), torch.randn(count, 2 * self.sizes.values)
+        many_TX, few_TX = (each.to(self.entry).to(self.device) for each in wide)
+        return Drawn(many_TX[:, : self.channels], *few_TX.chunk(2, -1))
 
     def same(self, other: Layer, row: int, length: int) -> bool:
         """Compare what is read of a row after so many tokens."""
         begin = int(lag(torch.tensor(length), self.sizes.block))
         held = [position % (2 * self.sizes.block) for position in range(begin, length)]
+        last = [position % (TAPS - 1) for position in range(max(length - TAPS + 1, 0), length)]
         (one, two), *rest = zip(self.kept, other.kept, strict=True)
         states = begin == 0 or torch.equal(one[row], two[row])
-        return states and all(torch.equal(one[row, held], two[row, held]) for one, two in rest)
+        inputs = torch.equal(self.inputs_RWC[row, last], other.inputs_RWC[row, last])
+        return states and inputs and all(torch.equal(one[row, held], two[row, held]) for one, two in rest)
 
     def runs(self, rows: list[int], lengths: list[int], counts: list[int], parents: list[int] | None) -> Runs:
         """``parents``: of a single run's nodes, -1 of its root; None: all are chains."""
@@ -95,52 +123,72 @@ class Layer:
         tensors = row, length, starts, row[slot], length[slot] + depth, back
         return Runs(*(each.to(self.device) for each in tensors), max(counts))
 
-    def prompts(self, inputs: list[DeltaInputs], rows: list[int], lengths: list[int]) -> list[Tensor]:
-        counts, packed = [len(each.key_TJD) for each in inputs], joined(*inputs)
+    def run(self, drawn: Drawn, runs: Runs, prompts: bool) -> tuple[Tensor, Left]:
+        """Return outputs, and what the tokens leave."""
+        count = len(drawn.x_TC)
+        left = Left(
+            *(table.new_empty(count, *table.shape[2:]) for table in (*self.kept[1:], self.inputs_RWC))
+        )
+        query, value = self.rule.convolve(drawn.x_TC, self.weight_CK, self.inputs_RWC, runs, left)
+        few = drawn.b_TV, drawn.a_TV, self.rate_V, self.bias_V
+        beta, decay = self.rule.delta_decays(*few, self.kept.decay_REV, runs, left)
+        given = DeltaInputs(query, left.key_TJD, value, beta, left.decay_TV)
+        rule = self.rule.delta_prompts if prompts else self.rule.delta_nodes
+        return rule(given, decay, self.kept, runs, left.value_TVU), left
+
+    def prompts(self, drawn: list[Drawn], rows: list[int], lengths: list[int]) -> list[Tensor]:
+        counts = [len(each.x_TC) for each in drawn]
         runs = self.runs(rows, lengths, counts, None)
-        decay = decays(packed.decay_TV, self.kept.decay_REV, runs)
-        out, made = self.rule.delta_prompts(packed, decay, self.kept, runs)
+        out, left = self.run(joined(*drawn), runs, prompts=True)
         ends = torch.repeat_interleave(runs.length_B + runs.q_start.diff(), runs.q_start.diff())
         index = torch.arange(len(ends), device=self.device)
-        self.keep(packed, made, index, runs.rows_T, runs.position_T, ends)
+        self.keep(left, index, runs.rows_T, runs.position_T, ends)
         return list(out.split(counts))
 
-    def prompt(self, inputs: DeltaInputs, length: int) -> Tensor:
-        return self.prompts([inputs], [1], [length])[0]
+    def prompt(self, drawn: Drawn, length: int) -> Tensor:
+        return self.prompts([drawn], [1], [length])[0]
 
-    def keep(self, inputs: DeltaInputs, made: Tensor, *where: Tensor) -> None:
-        for table, source in zip(self.kept[1:], (inputs.key_TJD, made, inputs.decay_TV), strict=True):
-            keep_last(table[None], source[None], *where)
+    def keep(self, left: Left, *where: Tensor) -> None:
+        tables = tuple(table[None] for table in (*self.kept[1:], self.inputs_RWC))
+        self.rule.keep_last(tables, Left(*(each[None] for each in left)), *where)
 
-    def step(
-        self, inputs: DeltaInputs, length: int, path: list[int], parents: list[int] | None = None
-    ) -> Tensor:
+    def step(self, drawn: Drawn, length: int, path: list[int], parents: list[int] | None = None) -> Tensor:
         """Verify nodes, and commit those on a path."""
-        runs = self.runs([1], [length], [len(inputs.key_TJD)], parents)
-        decay = decays(inputs.decay_TV, self.kept.decay_REV, runs)
-        out, made = self.rule.delta_nodes(inputs, decay, self.kept, runs)
-        index, count = torch.tensor(path, device=self.device), torch.tensor([len(path)], device=self.device)
+        count, true = len(drawn.x_TC), len(path)
+        runs = self.runs([1], [length], [count], parents)
+        out, left = self.run(drawn, runs, prompts=False)
+        index, row, end = (torch.tensor(each, device=self.device) for each in (path, [1], [length + true]))
         stacked = Lagged(*(table[None] for table in self.kept))
-        self.rule.fold_states(stacked, runs.rows_B, runs.length_B, count)
-        places = length + torch.arange(len(path), device=self.device)
-        self.keep(inputs, made, index, runs.rows_B.expand(len(path)), places, length + count)
+        self.rule.fold_states(stacked, runs.rows_B, runs.length_B, end - length)
+        places = F.pad(length + torch.arange(true, device=self.device), (0, count - true), value=-1)
+        self.keep(left, F.pad(index, (0, count - true)), row.repeat(count), places, end.repeat(count))
         return out[index]
 
 
-def part(inputs: DeltaInputs, first: int, last: int) -> DeltaInputs:
-    return DeltaInputs(*(each[first:last] for each in inputs))
+def part(drawn: Drawn, first: int, last: int) -> Drawn:
+    return Drawn(*(each[first:last] for each in drawn))
 
 
-def joined(*parts: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(*map(torch.cat, zip(*parts, strict=True)))
+def joined(*parts: Drawn) -> Drawn:
+    return Drawn(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def recurrence(inputs: DeltaInputs) -> Tensor:
-    query, key, value, beta, decay = (each.cpu().double() for each in inputs)
-    _, heads, size = value.shape
-    state, out = torch.zeros(heads, key.shape[2], size, dtype=torch.float64), []
-    for token in range(len(key)):
-        q, k = (each[token].repeat_interleave(heads // key.shape[1], 0)[..., None] for each in (query, key))
+def recurrence(layer: Layer, drawn: Drawn) -> Tensor:
+    """Compute it in float64, token by token, from what a convolution of torch returns."""
+    x, b, a = (each.cpu().double() for each in drawn)
+    weight, rate, bias = (each.cpu().double() for each in (layer.weight_CK, layer.rate_V, layer.bias_V))
+    sizes, tokens = layer.sizes, len(x)
+    mixed = F.silu(F.conv1d(F.pad(x.T, (TAPS - 1, 0)), weight[:, None], groups=layer.channels)).T
+    keys = sizes.keys * sizes.key
+    both = mixed[:, : 2 * keys].view(tokens, 2, -1, sizes.key)
+    query, key = (both / (both.square().sum(-1, keepdim=True) + 1e-6).sqrt()).unbind(1)
+    value = mixed[:, 2 * keys :].view(tokens, sizes.values, sizes.value)
+    query, beta, decay = query * sizes.key**-0.5, b.sigmoid(), -rate.exp() * F.softplus(a + bias)
+    state, out = torch.zeros(sizes.values, sizes.key, sizes.value, dtype=torch.float64), []
+    for token in range(tokens):
+        q, k = (
+            each[token].repeat_interleave(sizes.values // sizes.keys, 0)[..., None] for each in (query, key)
+        )
         state = decay[token].exp()[:, None, None] * state
         correction = beta[token][:, None] * (value[token] - (state * k).sum(1))
         state = state + k * correction[:, None]
@@ -153,7 +201,7 @@ def check_passes(layer: Layer, tokens: int, begin: int, chunks: list[int], trees
     committed. Return the largest error against the recurrence."""
     block = layer.sizes.block
     inputs = layer.draw(tokens)
-    inputs.decay_TV[block + 3] = -torch.inf
+    inputs.a_TV[block + 3] = torch.inf
     outs, at = [layer.prompt(part(inputs, 0, begin), 0)] if begin else [], {begin: layer}
     for position in range(begin, tokens):
         at[position] = layer.copy()
@@ -162,7 +210,7 @@ def check_passes(layer: Layer, tokens: int, begin: int, chunks: list[int], trees
     plain = torch.cat(outs)
     for size in chunks:
         first = begin if begin % size else 0
-        chunked = at[first].copy() if first else Layer(layer.rule, layer.sizes, (layer.state, layer.entry))
+        chunked = at[first].copy() if first else layer.copy(fresh=True)
         for start in range(first, tokens, size):
             end = min(start + size, tokens)
             out = chunked.prompt(part(inputs, start, end), start)
@@ -184,7 +232,7 @@ def check_passes(layer: Layer, tokens: int, begin: int, chunks: list[int], trees
             own[path] = given
         assert torch.equal(grown.step(drawn, length, path, parents), plain[length : length + true])
         assert grown.same(at[length + true], 1, length + true), (length, true)
-    return float((plain.cpu().double() - recurrence(inputs)).abs().max() / plain.abs().max())
+    return float((plain.cpu().double() - recurrence(layer, inputs)).abs().max() / plain.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -228,15 +276,16 @@ def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, block: int) -> 
 
 
 @pytest.mark.parametrize(("rule", "sizes"), [(reference, SMALL), (ops, INTERPRETED)])
-def test_runs_of_several_rows(rule: ModuleType, sizes: Sizes) -> None:
+def test_runs_of_several_rows(rule: Any, sizes: Sizes) -> None:
     """Together they have the bits that each has alone, next to an empty run of padding."""
     torch.manual_seed(1)
-    alone, both = (Layer(rule, sizes, (torch.float32, torch.float32)) for _ in range(2))
+    alone = Layer(rule, sizes, (torch.float32, torch.float32))
+    both = alone.copy(fresh=True)
     first, second = alone.draw(sizes.block * 2 + 3), alone.draw(6)
     expected = [alone.prompts([first], [0], [0])[0], alone.prompt(second, 0)]
     begun = both.prompts([part(first, 0, 9)], [0], [0])[0]
     rest, other, _ = both.prompts([part(first, 9, 99), second, part(second, 0, 0)], [0, 1, 2], [9, 0, 1])
     assert torch.equal(torch.cat([begun, rest]), expected[0])
     assert torch.equal(other, expected[1])
-    assert both.same(alone, 0, len(first.key_TJD))
+    assert both.same(alone, 0, len(first.x_TC))
     assert both.same(alone, 1, 6)

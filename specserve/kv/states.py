@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import Lagged, on_gpu
+from specserve_kernels import Lagged, Left, on_gpu
+from torch import Tensor
 
 from specserve.kv.spec import BLOCK, DeltaState, zeros
 
@@ -20,9 +21,7 @@ LEAST_SIZE = 16  # of a key on a GPU
 
 class States:
     """The tables of all layers, which have one geometry. The last row is padding's. ``state_dtype``: of states alone,
-    None: float32 or wider. ``scales``: weights of the norms of
-    queries, which are ``1 / sqrt(D)`` long, and of keys, which are 1. Raises ValueError for keys that the kernel does
-    not serve."""
+    None: float32 or wider. Raises ValueError for keys that the kernel does not serve."""
 
     def __init__(
         self,
@@ -48,9 +47,16 @@ class States:
             zeros((count, rows, 2 * BLOCK, *value), dtype, device),
             zeros((count, rows, 2 * BLOCK, spec.value_heads), wide, device),
         )
-        lengths = 1 / size, size**-0.5
-        self.scales = [torch.full((size,), each, dtype=wide, device=device) for each in lengths]
         self.inputs_LRWC = zeros((count, rows, spec.width - 1, sum(spec.parts)), dtype, device)
+
+    @property
+    def rings(self) -> tuple[Tensor, ...]:
+        """The tables of entries and of inputs, in the order of ``Left``."""
+        return *self.kept[1:], self.inputs_LRWC
+
+    def room(self, layers: int, tokens: int) -> Left:
+        """Return room for what tokens leave in some layers."""
+        return Left(*(each.new_empty(layers, tokens, *each.shape[3:]) for each in self.rings))
 
     @property
     def entries(self) -> int:

@@ -43,13 +43,15 @@ class GroupedQuery:
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
     """What a gated delta net asks. ``layer``: its index among the layers that keep a state. ``x_TC``: the inputs of the
-    convolution, which has ``weight_CK``. ``beta_TV`` and ``decay_TV``: as in ``DeltaInputs``."""
+    convolution, which has ``weight_CK``. The others: those of ``delta_decays``."""
 
     layer: int
     x_TC: Tensor
     weight_CK: Tensor
-    beta_TV: Tensor
-    decay_TV: Tensor
+    b_TV: Tensor
+    a_TV: Tensor
+    rate_V: Tensor
+    bias_V: Tensor
 
 
 class Attend(Protocol):

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from specserve_kernels import rms_norm
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from specserve.kv.spec import DeltaState
 from specserve.layers.batch import Attend, DeltaRule, Recurs
@@ -64,17 +63,13 @@ class GatedDeltaNet(nn.Module):
         """Return all rows, or only ``wanted_W``; the state takes all. Raises ValueError when training."""
         if not isinstance(attend, Recurs):
             raise ValueError("--model-path: training does not support layers that keep a state")
-        wide = self.A_log.dtype
         mixed_TC, gate_TI, b_TV, a_TV = self.projected(x_TH)
-        decay_TV = -self.A_log.exp() * F.softplus(a_TV.to(wide) + self.dt_bias)
-        out_TI = attend.recur(
-            DeltaRule(self.index, mixed_TC, self.conv1d.weight[:, 0], b_TV.sigmoid().to(wide), decay_TV)
-        )
+        weight_CK, own = self.conv1d.weight[:, 0], (self.A_log, self.dt_bias)
+        out_TI = attend.recur(DeltaRule(self.index, mixed_TC, weight_CK, b_TV, a_TV, *own))
         if wanted_W is not None:
             out_TI, gate_TI, residual_TH = out_TI[wanted_W], gate_TI[wanted_W], residual_TH[wanted_W]
-        normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps)
-        gated_TI = normed_XU.view(out_TI.shape).to(wide) * F.silu(gate_TI.to(wide))
-        return self.ranks.sum(self.out_proj(gated_TI.to(out_TI.dtype))), residual_TH
+        normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps, gate_TI)
+        return self.ranks.sum(self.out_proj(normed_XU.view_as(out_TI))), residual_TH
 
     def projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""

@@ -18,14 +18,25 @@ from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 PER_WARP = 512  # elements of a row that a warp holds: in 16 bits, two 16-byte loads for each thread
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, gate_SX: Tensor | None = None) -> Tensor:
     if x_TH.dim() != 2:
         raise ValueError(f"x_TH: expected [T, H], found {tuple(x_TH.shape)}")
     out_TH = torch.empty_like(x_TH)
     tokens, width = x_TH.shape
     block, warps = row_launch(width)
     _rms_norm_kernel[(tokens,)](
-        x_TH, weight_H, out_TH, x_TH.stride(0), eps, H=width, BLOCK=block, num_warps=warps, **overlap()
+        x_TH,
+        weight_H,
+        gate_SX,
+        out_TH,
+        x_TH.stride(0),
+        0 if gate_SX is None else gate_SX.stride(0),
+        eps,
+        H=width,
+        HEADS=1 if gate_SX is None else gate_SX.shape[1] // width,
+        BLOCK=block,
+        num_warps=warps,
+        **overlap(),
     )
     return out_TH
 
@@ -134,10 +145,13 @@ def normed(x, weight, eps, H: tl.constexpr):
 def _rms_norm_kernel(
     x_ptr,  # [T, H]
     weight_ptr,  # [H]
+    gate_ptr,  # [T / HEADS, HEADS * H], or None
     out_ptr,  # [T, H]
     x_stride,
+    gate_stride,
     eps,
     H: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -146,7 +160,12 @@ def _rms_norm_kernel(
     h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
-    tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
+    out = normed(x, weight, eps, H)
+    if gate_ptr is not None:
+        gate_at = gate_ptr + t // HEADS * gate_stride + t % HEADS * H
+        gate = tl.load(gate_at + h, mask=h < H, other=0).to(tl.float32)
+        out = (out.to(tl.float32) * (gate / (1 + tl.exp(-gate)))).to(x.dtype)
+    tl.store(out_ptr + t * H + h, out, mask=h < H)
 
 
 @triton.jit(do_not_specialize=["tokens_ptr"])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,26 +36,23 @@ _CHANNELS = {
 }  # of a value that a program has, by the bytes of a state's number: more spill registers
 
 
-def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs) -> tuple[Tensor, Tensor]:
-    return _run(inputs, decay_TEV, kept, runs, prompts=False)
+def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
+    return _run(inputs, decay_TEV, kept, runs, made_TVU, prompts=False)
 
 
-def delta_prompts(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs) -> tuple[Tensor, Tensor]:
-    return _run(inputs, decay_TEV, kept, runs, prompts=True)
+def delta_prompts(
+    inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor
+) -> Tensor:
+    return _run(inputs, decay_TEV, kept, runs, made_TVU, prompts=True)
 
 
 def _run(
-    inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, prompts: bool
-) -> tuple[Tensor, Tensor]:
-    value_TVU = inputs.value_TVU.contiguous()
-    out_TVU, made_TVU = value_TVU.new_zeros(2, *value_TVU.shape).unbind()
-    heads, size = value_TVU.shape[1:]
+    inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor, prompts: bool
+) -> Tensor:
+    assert all(each.is_contiguous() for each in (*inputs, decay_TEV, made_TVU))
+    out_TVU, (tokens, heads, size) = torch.empty_like(made_TVU), made_TVU.shape
     _delta_kernel[(len(runs.rows_B), heads, cdiv(size, _channels(kept)))](
-        inputs.query_TJD.contiguous(),
-        inputs.key_TJD.contiguous(),
-        value_TVU,
-        inputs.beta_TV.contiguous(),
-        inputs.decay_TV.contiguous(),
+        *inputs,
         decay_TEV,
         out_TVU,
         made_TVU,
@@ -64,11 +62,12 @@ def _run(
         runs.q_start,
         runs.position_T,
         runs.back_TE,
+        tokens,
         PROMPTS=prompts,
         **_sizes(kept),
         **overlap(),
     )
-    return out_TVU, made_TVU
+    return out_TVU
 
 
 def fold_states(kept: Lagged, rows_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
@@ -213,7 +212,7 @@ def _fold_kernel(
         tl.store(at, state_DX, mask=(channel_X < U)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _delta_kernel(
     query,  # [T, J, D]
     key,  # [T, J, D]
@@ -232,6 +231,7 @@ def _delta_kernel(
     q_start,  # [B + 1]
     position_ptr,  # [T]
     back,  # [T, E]
+    tokens,  # T
     J: tl.constexpr,
     V: tl.constexpr,
     D: tl.constexpr,
@@ -247,14 +247,19 @@ def _delta_kernel(
     b, v = tl.program_id(0), tl.program_id(1)
     j = v // (V // J)
     first, end = tl.load(q_start + b).to(tl.int32), tl.load(q_start + b + 1).to(tl.int32)
+    index_D, channel_X = tl.arange(0, D), tl.program_id(2) * X + tl.arange(0, X)
+    index_N = tl.arange(0, _TILE)
+    if b == tl.num_programs(0) - 1:  # unused nodes
+        for unused in range(end, tokens, _TILE):
+            at_NX = ((unused + index_N).to(tl.int64) * V + v)[:, None] * U + channel_X[None, :]
+            mask_NX = (unused + index_N < tokens)[:, None] & (channel_X < U)[None, :]
+            tl.store(out + at_NX, tl.zeros([_TILE, X], out.dtype.element_ty), mask=mask_NX)
     if end > first:
         row, length = tl.load(rows_ptr + b).to(tl.int64), tl.load(length_ptr + b).to(tl.int32)
         kept_key += row * (E * J * D)
         kept_value += row * (E * V * U)
         kept_decay += row * (E * V)
         state_at = state_ptr + (row * V + v) * (D * U)
-        index_D, channel_X = tl.arange(0, D), tl.program_id(2) * X + tl.arange(0, X)
-        index_N = tl.arange(0, _TILE)
         begin = _lag(length, BLOCK)
         state_DX = _load_state(state_at, index_D, channel_X, begin, U)
         later_DX = state_DX

@@ -9,9 +9,13 @@ from torch.nn import functional as F
 from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, gate_SX: Tensor | None = None) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs: a new tensor
-    of x's shape and dtype. It is rounded before a weight of 16 bits multiplies it, and after one of float32."""
+    of x's shape and dtype. It is rounded before a weight of 16 bits multiplies it, and after one of float32.
+    ``gate_SX``, which has as many elements: the norm, rounded, is multiplied by its SiLU, in float32 or wider."""
+    if gate_SX is not None:
+        normed_TH, wide = rms_norm(x_TH, weight_H, eps), torch.promote_types(x_TH.dtype, torch.float32)
+        return (normed_TH.to(wide) * F.silu(gate_SX.reshape_as(x_TH).to(wide))).to(x_TH.dtype)
     if x_TH.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     scaled_TH = F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(weight_H.dtype)

@@ -51,6 +51,16 @@ class Runs(NamedTuple):
     longest: int
 
 
+class Left(NamedTuple):
+    """What a pass leaves of each token for its row's rings: the entry, and the input of the convolution. Contiguous;
+    or all layers' before T."""
+
+    key_TJD: Tensor
+    value_TVU: Tensor
+    decay_TV: Tensor
+    input_TC: Tensor
+
+
 class DeltaInputs(NamedTuple):
     """Of each token: query and key, normalized, in the dtype of entries; value; the factor of its correction, and g."""
 
@@ -81,18 +91,9 @@ def trace_back(parent_T: Tensor | None, local_T: Tensor, levels: int, span: int)
     return torch.cat([torch.stack(columns, 1), missing], 1)
 
 
-def decays(decay_TV: Tensor, kept_REV: Tensor, runs: Runs) -> Tensor:
-    """Return ``exp`` of each token's g and those of the tokens before it, added one by one: ``[T, E, V]``, by how many
-    tokens before."""
-    back_TE, entries = runs.back_TE, kept_REV.shape[1]
-    before_TE = runs.position_T[:, None] - torch.arange(entries, device=back_TE.device)
-    kept_TEV = kept_REV[runs.rows_T[:, None], before_TE % entries]
-    decay_TEV = decay_TV[back_TE.clamp(min=0)].where((back_TE >= 0)[..., None], kept_TEV)
-    return decay_TEV.where((before_TE >= 0)[..., None], 0).cumsum(1).exp()
-
-
-def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs) -> tuple[Tensor, Tensor]:
-    """Return outputs and corrected values ``[T, V, U]`` of trees' nodes, parents before children. Changes nothing."""
+def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
+    """Return the outputs ``[T, V, U]`` of trees' nodes, parents before children, and write corrected values to
+    ``made_TVU``. Changes nothing else. Outputs of unused nodes, after the last run, are 0."""
     block = kept.key_REJD.shape[1] // 2
     begin_B, begin_T = lag(runs.length_B, block), lag(runs.position_T, block)
     state = _state(kept, runs.rows_B, runs.length_B)
@@ -106,10 +107,13 @@ def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs
                 later = fold(state, *(table[runs.rows_B[:, None], at_BC] for table in kept[1:]))
             read = later.where(later_B[:, None, None, None], state)
         _run_token(inputs, decay_TEV, kept, runs, index, read, out, made)
-    return out[:-1], made[:-1]
+    made_TVU.copy_(made[:-1])
+    return out[:-1]
 
 
-def delta_prompts(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs) -> tuple[Tensor, Tensor]:
+def delta_prompts(
+    inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor
+) -> Tensor:
     """Do the same for prompts' chunks, and advance the rows' states past them; the ring stays. Runs of one row are
     padding."""
     block, device = kept.key_REJD.shape[1] // 2, runs.rows_B.device
@@ -126,7 +130,8 @@ def delta_prompts(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Ru
         if index < runs.longest:
             _run_token(inputs, decay_TEV, kept, runs, index, state, out, made)
     kept.state_RVDU[runs.rows_B] = state
-    return out[:-1], made[:-1]
+    made_TVU.copy_(made[:-1])
+    return out[:-1]
 
 
 def fold_states(kept: Lagged, rows_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
@@ -142,35 +147,6 @@ def fold_states(kept: Lagged, rows_B: Tensor, length_B: Tensor, count_B: Tensor)
         state = _state(one, rows_B, length_B)
         later = fold(state, *(table[rows_B[:, None], at_BC] for table in one[1:]))
         one.state_RVDU[rows_B] = later.where(full_B[:, None, None, None], one.state_RVDU[rows_B])
-
-
-def convolve(x_TC: Tensor, kept_RWC: Tensor, weight_CK: Tensor, runs: Runs) -> Tensor:
-    """Return SiLU of the sum of each token's channels and those of the K - 1 tokens before it on its path, weighed by
-    tap and channel. ``kept_RWC``: rows' last K - 1 tokens, that of position p at p % (K - 1)."""
-    wide, width = torch.promote_types(x_TC.dtype, torch.float32), weight_CK.shape[1] - 1
-    weight_KC = weight_CK.to(wide).T
-    total_TC = weight_KC[-1] * x_TC.to(wide)
-    for distance in range(1, width + 1):
-        back_T, before_T = runs.back_TE[:, distance], runs.position_T - distance
-        own_TC, ring_TC = x_TC[back_T.clamp(min=0)], kept_RWC[runs.rows_T, before_T % width]
-        tap_TC = own_TC.where((back_T >= 0)[:, None], ring_TC).where((before_T >= 0)[:, None], 0)
-        total_TC = total_TC + weight_KC[-1 - distance] * tap_TC.to(wide)
-    return torch.nn.functional.silu(total_TC).to(x_TC.dtype)
-
-
-def keep_last(
-    table_LREX: Tensor,
-    source_LTX: Tensor,
-    index_N: Tensor,
-    rows_N: Tensor,
-    position_N: Tensor,
-    end_N: Tensor,
-) -> None:
-    """Write tokens' entries, at ``index_N`` of the source, to their rows' rings of E entries, in all layers.
-    ``position_N`` -1: a rejected token. ``end_N``: tokens that its row then has, of which the last E are kept."""
-    entries, dummy = table_LREX.shape[2], table_LREX.shape[1] - 1
-    rows_N = rows_N.where((position_N >= 0) & (position_N >= end_N - entries), dummy)
-    table_LREX[:, rows_N, position_N % entries] = source_LTX[:, index_N]
 
 
 def fold(state_BVDU: Tensor, key_BCJD: Tensor, value_BCVU: Tensor, decay_BCV: Tensor) -> Tensor:

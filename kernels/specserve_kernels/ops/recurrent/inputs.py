@@ -1,0 +1,282 @@
+"""What each token gives to the delta rule on a GPU, and what its row keeps of it.
+
+A token's sums have one order, whatever the launch: taps and decays from the token backwards, one by one.
+
+Shapes as in the reference; N heads of keys, or as many channels of values, that a program has, or N tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.device import cdiv, next_power_of_2
+from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
+from specserve_kernels.reference.recurrent.inputs import EPS
+
+_CHANNELS = 1024  # of a program
+_FEW, _RUN = 256, 8  # tokens of a launch whose programs have one each, and of a program in a larger one
+_EPS = tl.constexpr(EPS)
+_READ = tl.constexpr(16)  # decays at once
+_TOKENS = 4  # of a program
+
+
+def convolve(
+    x_TC: Tensor, weight_CK: Tensor, kept_RWC: Tensor, runs: Runs, left: Left
+) -> tuple[Tensor, Tensor]:
+    assert weight_CK.is_contiguous()
+    query_TJD, value_TVU = torch.empty_like(left.key_TJD), torch.empty_like(left.value_TVU)
+    (tokens, heads, size), values = query_TJD.shape, value_TVU[0].numel()
+    many, run = max(_CHANNELS // size, 1), 1 if tokens <= _FEW else _RUN
+    _convolve_kernel[(cdiv(tokens, run), 2 * cdiv(heads, many) + cdiv(values, many * size))](
+        x_TC,
+        weight_CK,
+        kept_RWC,
+        runs.rows_T,
+        runs.position_T,
+        runs.back_TE,
+        query_TJD,
+        left.key_TJD,
+        value_TVU,
+        left.input_TC,
+        x_TC.stride(0),
+        tokens,
+        run,
+        J=heads,
+        D=size,
+        VALUES=values,
+        K=weight_CK.shape[1],
+        E=runs.back_TE.shape[1],
+        N=many,
+        num_warps=4,
+        **overlap(),
+    )
+    return query_TJD, value_TVU
+
+
+def delta_decays(
+    b_TV: Tensor, a_TV: Tensor, rate_V: Tensor, bias_V: Tensor, kept_REV: Tensor, runs: Runs, left: Left
+) -> tuple[Tensor, Tensor]:
+    (tokens, heads), entries = b_TV.shape, kept_REV.shape[1]
+    beta_TV, decay_TEV = rate_V.new_empty(tokens, heads), rate_V.new_empty(tokens, entries, heads)
+    _decays_kernel[(cdiv(tokens, _TOKENS),)](
+        b_TV,
+        a_TV,
+        rate_V,
+        bias_V,
+        kept_REV,
+        runs.rows_T,
+        runs.position_T,
+        runs.back_TE,
+        beta_TV,
+        left.decay_TV,
+        decay_TEV,
+        b_TV.stride(0),
+        a_TV.stride(0),
+        tokens,
+        V=heads,
+        E=entries,
+        N=_TOKENS,
+        BLOCK=next_power_of_2(heads),
+        num_warps=_TOKENS,
+        enable_fp_fusion=False,  # a token's own g has the bits that its row keeps
+        **overlap(),
+    )
+    return beta_TV, decay_TEV
+
+
+def keep_last(
+    tables: tuple[Tensor, ...],
+    left: Left,
+    index_N: Tensor,
+    rows_N: Tensor,
+    position_N: Tensor,
+    end_N: Tensor,
+) -> None:
+    key_LREJD, value_LREVU, _, input_LRWC = tables
+    layers, rows, entries = key_LREJD.shape[:3]
+    assert all(each.is_contiguous() for each in (*tables, *left))
+    _keep_kernel[(len(index_N), layers)](
+        *tables,
+        *left,
+        index_N,
+        rows_N,
+        position_N,
+        end_N,
+        rows,
+        left.key_TJD.shape[1],
+        KEYS=key_LREJD[0, 0, 0].numel(),
+        VALUES=value_LREVU[0, 0, 0].numel(),
+        V=value_LREVU.shape[3],
+        C=input_LRWC.shape[3],
+        E=entries,
+        W=input_LRWC.shape[2],
+        BLOCK=_CHANNELS,
+        num_warps=4,
+        **overlap(),
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "run"])
+def _convolve_kernel(
+    x_ptr,  # [T, C]
+    weight_ptr,  # [C, K]
+    kept_ptr,  # [R, K - 1, C]
+    rows_ptr,  # [T]
+    position_ptr,  # [T]
+    back_ptr,  # [T, E]
+    query_ptr,  # out [T, J, D]
+    key_ptr,  # out [T, J, D]
+    value_ptr,  # out [T, VALUES]
+    input_ptr,  # out [T, C]
+    x_stride,
+    tokens,
+    run,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    VALUES: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    KEYS: tl.constexpr = J * D
+    C: tl.constexpr = 2 * KEYS + VALUES
+    SPLITS: tl.constexpr = (J + N - 1) // N
+    part = tl.minimum(tl.program_id(1) // SPLITS, 2)
+    head_N = (tl.program_id(1) - part * SPLITS) * N + tl.arange(0, N)
+    place_ND = head_N[:, None] * D + tl.arange(0, D)[None, :]
+    mask_ND = place_ND < tl.where(part < 2, KEYS, VALUES)
+    channel_ND = part * KEYS + place_ND
+    weights = ()
+    for distance in tl.static_range(K):
+        at_ND = weight_ptr + channel_ND * K + K - 1 - distance
+        weights += (tl.load(at_ND, mask=mask_ND, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    first = tl.program_id(0).to(tl.int64) * run
+    for i in range(0, tl.minimum(run, tokens - first)):
+        t = first + i
+        row, position = tl.load(rows_ptr + t), tl.load(position_ptr + t)
+        x_ND = tl.load(x_ptr + t * x_stride + channel_ND, mask=mask_ND, other=0.0)
+        tl.store(input_ptr + t * C + channel_ND, x_ND, mask=mask_ND)
+        total_ND = weights[0] * x_ND.to(tl.float32)  # type: ignore[misc]
+        for distance in tl.static_range(1, K):
+            before = position - distance
+            back = tl.load(back_ptr + t * E + distance)
+            at = kept_ptr + (row * (K - 1) + tl.maximum(before, 0) % (K - 1)) * C
+            if back >= 0:
+                at = x_ptr + back * x_stride
+            tap_ND = tl.load(at + channel_ND, mask=mask_ND & (before >= 0), other=0.0).to(tl.float32)
+            total_ND = tl.fma(weights[distance], tap_ND, total_ND)
+        out_ND = (total_ND / (1 + tl.exp(-total_ND))).to(x_ND.dtype)
+        if part == 2:
+            tl.store(value_ptr + t * VALUES + place_ND, out_ND, mask=mask_ND)
+        else:
+            wide_ND = out_ND.to(tl.float32)
+            wide_ND *= tl.rsqrt(tl.sum(wide_ND * wide_ND, 1) + _EPS)[:, None]
+            if part == 0:
+                tl.store(query_ptr + t * KEYS + place_ND, (wide_ND * D**-0.5).to(x_ND.dtype), mask=mask_ND)
+            else:
+                tl.store(key_ptr + t * KEYS + place_ND, wide_ND.to(x_ND.dtype), mask=mask_ND)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _decays_kernel(
+    b_ptr,  # [T, V]
+    a_ptr,  # [T, V]
+    rate_ptr,  # [V]
+    bias_ptr,  # [V]
+    kept_ptr,  # [R, E, V]
+    rows_ptr,  # [T]
+    position_ptr,  # [T]
+    back_ptr,  # [T, E]
+    beta_ptr,  # out [T, V]
+    decay_ptr,  # out [T, V]
+    decays_ptr,  # out [T, E, V]
+    b_stride,
+    a_stride,
+    tokens,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t_N1 = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)[:, None]
+    v_1V = tl.arange(0, BLOCK)[None, :]
+    there_N1, there_1V = t_N1 < tokens, v_1V < V
+    live_NV = there_N1 & there_1V
+    row_N1 = tl.load(rows_ptr + t_N1, mask=there_N1, other=0)
+    position_N1 = tl.load(position_ptr + t_N1, mask=there_N1, other=0)
+    rate_1V = -tl.exp(tl.load(rate_ptr + v_1V, mask=there_1V, other=0.0))
+    bias_1V = tl.load(bias_ptr + v_1V, mask=there_1V, other=0.0)
+    b_NV = tl.load(b_ptr + t_N1 * b_stride + v_1V, mask=live_NV, other=0.0)
+    beta_NV = (1 / (1 + tl.exp(-b_NV.to(tl.float32)))).to(b_NV.dtype)
+    tl.store(beta_ptr + t_N1 * V + v_1V, beta_NV.to(tl.float32), mask=live_NV)
+    run_NV = tl.zeros([N, BLOCK], tl.float32)
+    for first in range(0, E, _READ):
+        found = ()
+        for i in tl.static_range(_READ):
+            before_N1 = position_N1 - first - i
+            back_N1 = tl.load(back_ptr + t_N1 * E + first + i, mask=there_N1, other=-1)
+            own_N1 = back_N1 >= 0
+            kept_N1 = (row_N1 * E + tl.maximum(before_N1, 0) % E) * V
+            kept_NV = tl.load(kept_ptr + kept_N1 + v_1V, mask=live_NV & ~own_N1 & (before_N1 >= 0), other=0.0)
+            a_NV = tl.load(a_ptr + back_N1 * a_stride + v_1V, mask=live_NV & own_N1, other=0.0).to(tl.float32)
+            a_NV += bias_1V
+            g_NV = rate_1V * (tl.maximum(a_NV, 0.0) + tl.log(1 + tl.exp(-tl.abs(a_NV))))
+            found += (tl.where(own_N1, g_NV, kept_NV),)  # type: ignore[assignment]
+        for i in tl.static_range(_READ):
+            run_NV += found[i]
+            tl.store(decays_ptr + (t_N1 * E + first + i) * V + v_1V, tl.exp(run_NV), mask=live_NV)
+            if (first == 0) & (i == 0):
+                tl.store(decay_ptr + t_N1 * V + v_1V, run_NV, mask=live_NV)
+
+
+@triton.jit
+def _keep(table, source, X: tl.constexpr, BLOCK: tl.constexpr):
+    for begin in range(0, X, BLOCK):
+        x = begin + tl.arange(0, BLOCK)
+        tl.store(table + x, tl.load(source + x, mask=x < X), mask=x < X)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _keep_kernel(
+    kept_key,  # out [L, R, E, J, D]
+    kept_value,  # out [L, R, E, V, U]
+    kept_decay,  # out [L, R, E, V]
+    kept_input,  # out [L, R, W, C]
+    key,  # [L, T, J, D]
+    value,  # [L, T, V, U]
+    decay,  # [L, T, V]
+    input_ptr,  # [L, T, C]
+    index_ptr,  # [N]
+    rows_ptr,  # [N]
+    position_ptr,  # [N]
+    end_ptr,  # [N]
+    rows,
+    tokens,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    n, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position, end = tl.load(position_ptr + n), tl.load(end_ptr + n)
+    if (position >= 0) & (position >= end - E):
+        row = layer * rows + tl.load(rows_ptr + n)
+        at, token = row * E + position % E, layer * tokens + tl.load(index_ptr + n)
+        _keep(kept_key + at * KEYS, key + token * KEYS, KEYS, BLOCK)
+        _keep(kept_value + at * VALUES, value + token * VALUES, VALUES, BLOCK)
+        _keep(kept_decay + at * V, decay + token * V, V, BLOCK)
+        if position >= end - W:
+            _keep(kept_input + (row * W + position % W) * C, input_ptr + token * C, C, BLOCK)

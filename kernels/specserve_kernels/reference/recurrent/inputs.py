@@ -1,0 +1,82 @@
+"""What each token gives to the delta rule, and what its row keeps of it.
+
+Shapes as in ``delta_rule``; C channels of a convolution over K tokens: first queries', then keys', then values'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
+
+EPS = 1e-6  # added to the squared length of queries and keys
+
+
+def convolve(
+    x_TC: Tensor, weight_CK: Tensor, kept_RWC: Tensor, runs: Runs, left: Left
+) -> tuple[Tensor, Tensor]:
+    """Return queries, ``1 / sqrt(D)`` long, and values; write keys, 1 long, and ``x_TC`` to ``left``. All but the last
+    are the SiLU of the sum of each token's channels and those of the K - 1 tokens before it on its path, weighed by tap
+    and channel, rounded before it is normalized. ``kept_RWC``: rows' last K - 1 tokens, that of position p at p %
+    (K - 1)."""
+    wide, width = torch.promote_types(x_TC.dtype, torch.float32), weight_CK.shape[1] - 1
+    weight_KC = weight_CK.to(wide).T
+    total_TC = weight_KC[-1] * x_TC.to(wide)
+    for distance in range(1, width + 1):
+        back_T, before_T = runs.back_TE[:, distance], runs.position_T - distance
+        own_TC, ring_TC = x_TC[back_T.clamp(min=0)], kept_RWC[runs.rows_T, before_T % width]
+        tap_TC = own_TC.where((back_T >= 0)[:, None], ring_TC).where((before_T >= 0)[:, None], 0)
+        total_TC = total_TC + weight_KC[-1 - distance] * tap_TC.to(wide)
+    _, heads, size = left.key_TJD.shape
+    keys, mixed_TC = heads * size, (total_TC * _sigmoid(total_TC)).to(x_TC.dtype)
+    query_TJD, key_TJD = (each.unflatten(1, (heads, size)) for each in mixed_TC[:, : 2 * keys].chunk(2, 1))
+    left.key_TJD.copy_(_normed(key_TJD.to(wide), 1))
+    left.input_TC.copy_(x_TC)
+    return _normed(query_TJD.to(wide), size**-0.5).to(x_TC.dtype), mixed_TC[:, 2 * keys :].reshape_as(
+        left.value_TVU
+    )
+
+
+def _normed(x_TJD: Tensor, length: float) -> Tensor:
+    return x_TJD / (x_TJD.square().sum(-1, keepdim=True) + EPS).sqrt() * length
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return it with the same bits wherever a number lies, unlike ``torch.sigmoid`` on a CPU."""
+    return 1 / (1 + (-x).exp())
+
+
+def delta_decays(
+    b_TV: Tensor, a_TV: Tensor, rate_V: Tensor, bias_V: Tensor, kept_REV: Tensor, runs: Runs, left: Left
+) -> tuple[Tensor, Tensor]:
+    """Return the factor of each token's correction, ``sigmoid(b)``, rounded, and ``exp`` of its g and those of the
+    tokens before it, added one by one: ``[T, E, V]``, by how many tokens before. Write ``g = -exp(rate) * softplus(a +
+    bias)`` to ``left``."""
+    back_TE, entries, wide = runs.back_TE, kept_REV.shape[1], rate_V.dtype
+    sum_TV = a_TV.to(wide) + bias_V
+    softplus_TV = sum_TV.clamp(min=0) + (-sum_TV.abs()).exp().log1p()
+    decay_TV = left.decay_TV.copy_(-rate_V.exp() * softplus_TV)
+    before_TE = runs.position_T[:, None] - torch.arange(entries, device=back_TE.device)
+    kept_TEV = kept_REV[runs.rows_T[:, None], before_TE % entries]
+    decay_TEV = decay_TV[back_TE.clamp(min=0)].where((back_TE >= 0)[..., None], kept_TEV)
+    return _sigmoid(b_TV.to(wide)).to(b_TV.dtype).to(wide), decay_TEV.where(
+        (before_TE >= 0)[..., None], 0
+    ).cumsum(1).exp()
+
+
+def keep_last(
+    tables: tuple[Tensor, ...],
+    left: Left,
+    index_N: Tensor,
+    rows_N: Tensor,
+    position_N: Tensor,
+    end_N: Tensor,
+) -> None:
+    """Write what tokens left, at ``index_N`` of each, to their rows' rings ``[L, R, E, ...]``, in all layers.
+    ``position_N`` -1: a rejected token. ``end_N``: tokens that its row then has, of which a ring keeps as many as it
+    has room for. The last row may be overwritten."""
+    for table_LREX, source_LTX in zip(tables, left, strict=True):
+        entries, dummy = table_LREX.shape[2], table_LREX.shape[1] - 1
+        written_N = rows_N.where((position_N >= 0) & (position_N >= end_N - entries), dummy)
+        table_LREX[:, written_N, position_N % entries] = source_LTX[:, index_N]
