@@ -176,7 +176,7 @@ class Starting(msgspec.Struct, tag=True, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine reports about itself. ``kv_pool``: as ``PoolUse``. ``no_grammars``: why requests can't use
     grammars, None if they can. ``request_defaults``: sampling parameters of requests that don't set them, where they
-    are not OpenAI's."""
+    are not OpenAI's. ``ranks``: each one's device and process."""
 
     no_grammars: str | None
     context_length: int
@@ -190,6 +190,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | None
     speculation: Any
     cuda_graphs: dict[str, Any]
+    ranks: list[dict[str, Any]]
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

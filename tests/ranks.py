@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,7 @@ class ThreadRank:
 
     def __init__(self, control: socket, peers: Mapping[int, socket]) -> None:
         self._code: int | None = None
+        self.pid = os.getpid()
 
         def run() -> None:
             self._code = follow(control, peers, lambda: True)

@@ -22,8 +22,9 @@ from specserve.config.engine import EngineConfig
 from specserve.methods import NONE
 from specserve.process import followers, worker
 from specserve.process.assemble import create_scheduler, resolve_engine
+from specserve.process.follower import is_stopped
 from specserve.process.followers import start_process
-from specserve.process.peers import RankGone
+from specserve.process.peers import TICK, RankGone, in_time
 from tests.engines import Answer, Checkpoints, Client, answer_all, make_scheduler
 from tests.front.processes import wait
 from tests.ranks import FOLLOWER, ranks_in_threads
@@ -203,11 +204,12 @@ def test_a_process_that_ends_or_hangs_ends_the_engine(
     expected: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that ends is noticed while there is nothing to do, one that hangs after 4 seconds. None is left."""
+    """One that ends is noticed while there is nothing to do, one that hangs after a second. None is left."""
     processes = Processes()
     monkeypatch.setattr(followers, "start_process", processes)
     monkeypatch.setattr(worker, "REST", 0.1)
-    settings = {"device": "cpu", "dtype": "float64", "skip_tokenizer_init": True, "max_total_tokens": 256}
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float64", "skip_tokenizer_init": True}
+    settings |= {"max_total_tokens": 256, "dist_timeout": 1}
     with LLM(str(agreeing.target), tensor_parallel_size=2, **settings) as llm:
         (answer,) = llm.generate(LONG, WORK[0][1])
         assert answer.token_ids == expected[0].tokens
@@ -219,3 +221,21 @@ def test_a_process_that_ends_or_hangs_ends_the_engine(
         with pytest.raises(RuntimeError, match=f"the engine failed: RankGone: rank 1 .*{words}"):
             llm.generate(LONG, WORK[0][1])
     assert process.poll() is not None
+
+
+def test_what_is_stopped_as_a_group_is_not_late() -> None:
+    """Time in which this process did not run is not counted, nor that in which rank 0 was stopped."""
+    tries, stopped = [], iter([True, True, False, False])
+
+    def fail() -> int:
+        tries.append(1)
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        in_time(fail, 2 * TICK, lambda: next(stopped))
+    assert len(tries) == 4
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        wait(lambda: is_stopped(process.pid), 20)
+        process.kill()

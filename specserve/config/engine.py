@@ -38,6 +38,7 @@ class EngineConfig:
     cores: int
     tensor_parallel_size: int
     expert_parallel_size: int
+    dist_timeout: float
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int

@@ -305,6 +305,14 @@ class Settings:
     enable_expert_parallel: bool = engine(
         False, "expert_parallel_size is tensor_parallel_size.", aliases=("enable_ep_moe", "enable_deepep_moe")
     )
+    dist_timeout: float = engine(
+        4.0,
+        "Seconds for which a rank that serves waits for another before the engine ends. Time in which rank 0 or the "
+        "whole group is stopped does not count, nor does loading.",
+        aliases=("distributed_timeout_seconds",),
+        low=1,
+        high=1e9,
+    )
     random_seed: int | None = engine(
         None,
         "Seed from which requests without a `seed` get theirs. Default: a new one at each start; it is logged.",

@@ -92,21 +92,39 @@ _NO_EFFECT = _by_flag({
         "max-mamba-cache-size", "mamba-full-memory-ratio", "mamba-cache-mode", "mamba-radix-cache-strategy",
     ),
     "ranks run on one machine, over sockets without addresses": (
-        "nccl-port", "dist-init-addr", "dist-timeout", "node-rank", "distributed-executor-backend"
+        "nccl-port", "dist-init-addr", "nccl-init-addr", "master-addr", "master-port", "node-rank",
+        "distributed-executor-backend", "ray-workers-use-nsight",
     ),
     "sums over ranks are added in one order, by one implementation": (
-        "disable-custom-all-reduce", "enable-p2p-check"
+        "disable-custom-all-reduce", "enable-p2p-check", "enable-mscclpp", "enable-nccl-nvls", "enable-symm-mem",
+        "enable-torch-symm-mem",
     ),
+    "ranks load at a time, and map the files": ("max-parallel-loading-workers",),
+    "there are no stages of a pipeline": ("pp-max-micro-batch-size", "pp-async-batch-depth"),
 })  # fmt: skip
 """SGLang's and vLLM's flags that are taken on the command line, with a warning that says why they change nothing."""
+_REPLICA = "a server is one replica; start several behind a proxy"
+_ATTENTION = "attention is shared out by heads, by --tensor-parallel-size"
 _SIZES = _by_flag({
-    "a server is one replica; start several behind a proxy": ("data-parallel-size", "dp-size", "dp"),
+    _REPLICA: ("data-parallel-size", "data-parallel-size-local", "dp-size", "dp"),
     "every layer is shared out, by --tensor-parallel-size": ("pipeline-parallel-size", "pp-size", "pp"),
+    _ATTENTION: (
+        "attn-cp-size", "attention-context-parallel-size", "dcp-size", "decode-context-parallel-size",
+        "prefill-context-parallel-size",
+    ),
+    "experts are shared out by --expert-parallel-size and --tensor-parallel-size": (
+        "moe-dp-size", "moe-data-parallel-size", "dwdp-size"
+    ),
+    "drafts are whole on each rank": ("speculative-draft-tensor-parallel-size",),
     "ranks run on one machine": ("nnodes",),
 })  # fmt: skip
 """Those that are taken with 1 alone."""
 _NOT_TAKEN = _SIZES | _by_flag({
-    "attention is shared out by heads, by --tensor-parallel-size": ("enable-dp-attention",),
+    _ATTENTION: ("enable-dp-attention", "enable-dp-lm-head", "enable-prefill-cp", "attn-tp-size"),
+    _REPLICA: (
+        "load-balance-method", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address",
+        "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
+    ),
     "which experts are chosen is not recorded": (
         "enable-expert-distribution-metrics", "expert-distribution-recorder-mode",
         "expert-distribution-recorder-buffer-size", "enable-return-routed-experts",
@@ -123,6 +141,7 @@ _NOT_TAKEN = _SIZES | _by_flag({
 """SGLang's and vLLM's flags that are refused, and why."""
 _ELSEWHERE = {
     "--allowed-origins": "--cors-origin",
+    "--base-gpu-id": "the variable CUDA_VISIBLE_DEVICES",
     "--block-size": "--page-size",
     "--enforce-eager": "--disable-cuda-graph",
     "--generation-config": "--sampling-defaults (model for auto, openai for vllm)",
@@ -321,9 +340,11 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _usual(argv: Sequence[str]) -> list[str]:
-    """Return the arguments, with a flag before a model that comes first, as in ``vllm serve MODEL``, and ``--tp`` for
-    ``-tp``."""
-    words = [re.sub("^-([tdp]p)$", r"--\1", word) for word in argv]
+    """Return the arguments, with a flag before a model that comes first, as in ``vllm serve MODEL``, and the names of
+    vLLM's short flags."""
+    words = [
+        re.sub("^-([tdp]p)$", r"--\1", "--enable-expert-parallel" if word == "-ep" else word) for word in argv
+    ]
     if words[:1] == ["serve"]:
         del words[0]
     if not words or words[0].startswith("-"):

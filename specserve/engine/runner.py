@@ -57,6 +57,8 @@ class Followers(Protocol):
 
     ranks: Ranks
 
+    @property
+    def pids(self) -> Sequence[int]: ...
     def send(self, command: Command) -> None: ...
     def check(self) -> None:
         """Raise RankGone if one has ended."""

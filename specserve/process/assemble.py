@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -193,6 +194,7 @@ def assemble(
         windows=_windows(pool.config.target),
     )
     no_grammars = _prepare_grammars(config, runner)
+    pids = os.getpid(), *(() if runner.followers is None else runner.followers.pids)
     info = EngineInfo(
         no_grammars=no_grammars,
         context_length=capacity.context_length,
@@ -210,6 +212,7 @@ def assemble(
             "seconds": round(graphs.seconds, 2),
             "memory_bytes": graphs.memory_bytes,
         },
+        ranks=[{"device": str(context.state.device), "pid": pid} for pid in pids],
     )
     admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
     return Scheduler(runner, memory, admission, limits, policy, info, _observers(config, runner))

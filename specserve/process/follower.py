@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -16,14 +17,20 @@ from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
 from specserve.logs import configure_logging
 from specserve.process.assemble import create_context, shape_plan
-from specserve.process.followers import HANG, Job, Word, put, take
+from specserve.process.followers import Job, Word, put, take
 from specserve.process.peers import RankGone, SocketPeers
 
 _LOOK = 1.0  # seconds between looks at the parent, whose sockets a process that it forked may hold open
 
 
-def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: Callable[[], bool]) -> int:
-    """Execute commands until rank 0 closes ``control``. Return the exit code. ``alive``: rank 0's process is."""
+def follow(
+    control: socket.socket,
+    sockets: Mapping[int, socket.socket],
+    alive: Callable[[], bool],
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Execute commands until rank 0 closes ``control``. Return the exit code. ``alive`` and ``stopped``: rank 0's
+    process is. What waits for one that is stopped, by Ctrl-Z for example, is not late."""
     serves, peers = False, SocketPeers(0, sockets)
     try:
         first = take(control)
@@ -38,7 +45,7 @@ def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: 
         put(control, pickle.dumps(Word()))
         serves = True
         control.settimeout(_LOOK)
-        peers.expect_within(HANG)
+        peers.expect_within(config.dist_timeout, stopped)
         while (message := take(control, alive)) is not None:
             executor.run(decode(message))
         return 0
@@ -56,6 +63,14 @@ def follow(control: socket.socket, sockets: Mapping[int, socket.socket], alive: 
         peers.close()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger; False where that can't be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "Tt"
+    except OSError:
+        return False
+
+
 def main(control: str, *peers: str) -> int:
     """``control`` and ``peers``: numbers of open sockets, these after their ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -63,7 +78,8 @@ def main(control: str, *peers: str) -> int:
     parent = os.getppid()
     pairs = (each.split(":") for each in peers)
     sockets = {int(rank): socket.socket(fileno=int(number)) for rank, number in pairs}
-    return follow(socket.socket(fileno=int(control)), sockets, lambda: os.getppid() == parent)
+    end = socket.socket(fileno=int(control))
+    return follow(end, sockets, lambda: os.getppid() == parent, lambda: is_stopped(parent))
 
 
 if __name__ == "__main__":

@@ -16,17 +16,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from specserve.config.engine import EngineConfig
 from specserve.engine.commands import Command, encode
-from specserve.process.peers import RankGone, SocketPeers, connect
+from specserve.process.peers import TICK, RankGone, SocketPeers, connect, in_time
 
 log = logging.getLogger(__name__)
 
-HANG = 4.0  # seconds for which a rank that serves waits for another
 LAST_WORDS = 1.0  # seconds to hear why a rank has ended
 GRACE = 5.0  # seconds to end by itself
 _LENGTH = struct.Struct("<Q")
@@ -51,13 +51,18 @@ class Word:
 class Process(Protocol):
     """What is needed of a ``Popen``."""
 
+    pid: int
+
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
 
 
-def put(control: socket.socket, message: bytes) -> None:
-    control.sendall(_LENGTH.pack(len(message)) + message)
+def put(control: socket.socket, message: bytes, seconds: float | None = None) -> None:
+    """Raises TimeoutError if the other end does not take it within ``seconds``."""
+    left = memoryview(_LENGTH.pack(len(message)) + message)
+    while left:
+        left = left[in_time(partial(control.send, left), seconds, lambda: False) :]
 
 
 def take(control: socket.socket, alive: Callable[[], bool] = lambda: False) -> bytes | None:
@@ -110,7 +115,7 @@ class Followers:
         self._peers = SocketPeers(0, mine)
         self._controls: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
-        self._broken = False
+        self._broken, self._seconds = False, config.dist_timeout
         self.ranks = config.place(0, self)
         try:
             for rank, peers in enumerate(others, 1):
@@ -128,14 +133,18 @@ class Followers:
             word = self._hear(rank)
             if word is None or word.error:
                 raise self._reason(rank, word)
-            control.settimeout(HANG)
-        self._peers.expect_within(HANG)
+            control.settimeout(TICK)
+        self._peers.expect_within(self._seconds)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes.values()]
 
     def send(self, command: Command) -> None:
         message = encode(command)
         for rank, control in self._controls.items():
             try:
-                put(control, message)
+                put(control, message, self._seconds)
             except TimeoutError:
                 raise self._late(rank) from None
             except OSError:

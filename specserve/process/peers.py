@@ -6,12 +6,14 @@ A socket orders memory on every processor, shows a peer's end at once, and has n
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 PIECE = 1 << 16  # bytes: two of them fit a socket's buffer, so that sending never waits for a peer that sends
+TICK = 0.5  # seconds of this process that are counted while it waits: by the clock, it may have been stopped
 _BUFFER = 8 * PIECE
 
 
@@ -21,6 +23,20 @@ class RankGone(RuntimeError):
     def __init__(self, text: str, rank: int = 0, late: bool = False) -> None:
         super().__init__(text)
         self.rank, self.late = rank, late
+
+
+def in_time(act: Callable[[], int], seconds: float | None, excused: Callable[[], bool]) -> int:
+    """Return what ``act`` does once it raises no TimeoutError, as it does each TICK. Raise it after ``seconds`` in
+    which nobody was ``excused``; None: never."""
+    left = None if seconds is None else max(1, round(seconds / TICK))
+    while True:
+        try:
+            return act()
+        except TimeoutError:
+            if left is not None and not excused():
+                left -= 1
+                if not left:
+                    raise
 
 
 def connect(count: int) -> list[dict[int, socket.socket]]:
@@ -40,11 +56,14 @@ class SocketPeers:
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._sockets = dict(sorted(sockets.items()))
+        self._seconds: float | None = None
+        self._excused = lambda: False
 
-    def expect_within(self, seconds: float | None) -> None:
-        """Wait for an answer of a peer for so long at most. None: without a limit."""
+    def expect_within(self, seconds: float, excused: Callable[[], bool] = lambda: False) -> None:
+        """Wait for an answer of a peer for so long at most, not counting when it is ``excused``."""
+        self._seconds, self._excused = seconds, excused
         for each in self._sockets.values():
-            each.settimeout(seconds)
+            each.settimeout(TICK)
 
     def exchange(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in their order. All have the same shape and dtype. Raises RankGone."""
@@ -59,8 +78,18 @@ class SocketPeers:
                 except OSError as error:
                     raise _gone(rank, error) from None
             for rank, peer in self._sockets.items():
-                _fill(rank, peer, theirs[rank][piece])
+                self._fill(rank, peer, theirs[rank][piece])
         return [own if rank == self._rank else found[rank] for rank in range(len(found) + 1)]
+
+    def _fill(self, rank: int, peer: socket.socket, piece: memoryview) -> None:
+        while len(piece):
+            try:
+                count = in_time(partial(peer.recv_into, piece), self._seconds, self._excused)
+            except OSError as error:
+                raise _gone(rank, error) from None
+            if not count:
+                raise RankGone(f"rank {rank} has ended", rank)
+            piece = piece[count:]
 
     def close(self) -> None:
         """Show the others that this rank has ended."""
@@ -70,17 +99,6 @@ class SocketPeers:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def _fill(rank: int, peer: socket.socket, piece: memoryview) -> None:
-    while len(piece):
-        try:
-            count = peer.recv_into(piece)
-        except OSError as error:
-            raise _gone(rank, error) from None
-        if not count:
-            raise RankGone(f"rank {rank} has ended", rank)
-        piece = piece[count:]
 
 
 def _gone(rank: int, error: OSError) -> RankGone:

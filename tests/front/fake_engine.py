@@ -41,6 +41,7 @@ class FakeEngine:
             system_fingerprint="fp_0123456789abcdef",
             speculation=None,
             cuda_graphs={},
+            ranks=[],
         )
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []

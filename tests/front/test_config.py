@@ -177,6 +177,10 @@ def test_values_of_all_kinds() -> None:
         ("--nnodes 2", {}, "--nnodes: not accepted: ranks run on one machine"),
         ("--enable-dp-attention", {}, "--enable-dp-attention: not accepted: attention is shared out by heads"),
         ("--pp-size 2", {}, "--pp-size: not accepted: every layer is shared out, by --tensor-parallel-size"),
+        ("--attn-cp-size 2", {}, "--attn-cp-size: not accepted: attention is shared out by heads, by --tensor-paral"),
+        ("--moe-dp-size 2", {}, "--moe-dp-size: not accepted: experts are shared out by --expert-parallel-size and"),
+        ("--data-parallel-rank 1", {}, "--data-parallel-rank: not accepted: a server is one replica; start several"),
+        ("--base-gpu-id 1", {}, "--base-gpu-id: unknown flag; here it is the variable CUDA_VISIBLE_DEVICES"),
         ("--speculative-accept-threshold-single 0.9", {}, "must be 1, because speculation never changes the text"),
         ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
         ("--max-running-requests -1", {}, "--max-running-requests: must be from 1 to 65536, found -1"),
@@ -257,7 +261,8 @@ def test_flags_of_experts() -> None:
         f"--moe-a2a-backend has no effect: {one}",
         f"--moe-runner-backend has no effect: {kernel}",
     ]
-    given = load("--enable-ep-moe --tp 2 --device cpu")
+    assert load("-ep --distributed-timeout-seconds 9").enable_expert_parallel
+    given = load("--enable-ep-moe --tp 2 --device cpu --speculative-draft-tensor-parallel-size 1")
     with pytest.raises(
         ValueError, match="--expert-parallel-size: must be 1 for LlamaForCausalLM, which has no experts"
     ):
