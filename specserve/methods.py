@@ -6,7 +6,7 @@ Imports no torch, because settings, tools and documentation read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -167,11 +167,21 @@ def method_of(name: str) -> Method | None:
 
 OWN_HEADS = {
     "MTP": ("MiMoForCausalLM",),
-    "NEXTN": ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM"),
+    "NEXTN": (
+        *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"),
+        *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    ),
 }
 """Kinds of draft head that a target's checkpoint may contain, and the targets' architectures."""
-OWN_HEADS_COUNT = "num_nextn_predict_layers"
-"""The field that counts them."""
+
+
+def own_heads(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the field of a ``config.json`` that counts a target's own heads, and its value, None if it is absent."""
+    names = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+    text = config.get("text_config")
+    fields = {**config, **(text if isinstance(text, dict) else {})}
+    return next(((name, fields[name]) for name in names if name in fields), (names[-1], None))
 
 
 MODEL_TYPES = {"gemma4_assistant": "GEMMA4_ASSISTANT", "gemma4_unified_assistant": "GEMMA4_ASSISTANT"}
@@ -194,7 +204,7 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
     own = {name for kind in (method.heads if method else ()) for name in OWN_HEADS.get(kind, ())}
     try:
         config = json.loads((model_path / "config.json").read_text())
-        return not own.isdisjoint(config["architectures"]) and config.get(OWN_HEADS_COUNT) != 0
+        return not own.isdisjoint(config["architectures"]) and own_heads(config)[1] != 0
     except (OSError, ValueError, LookupError, TypeError):  # loading the model reports the error
         return False
 

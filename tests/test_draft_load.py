@@ -132,11 +132,6 @@ TENSORS: list[tuple[str, Callable[[State], object], str]] = [
         added("midlayer.mlp.experts.0.up_proj.weight"),
         "a mixture of experts in a draft: not supported",
     ),
-    (
-        "EAGLE",
-        added("mtp.fc.weight"),
-        r"multi-token-prediction layers of .* \(mtp\.\) in a draft: not supported",
-    ),
     ("EAGLE3", added("midlayer.self_attn.q_proj.bias"), r"has no tensor layers\.0\.self_attn\.k_proj\.bias"),
     (
         "EAGLE3",

@@ -18,7 +18,6 @@ from specserve.kv import states
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, make_scheduler
-from tests.reference.draft_models import make_eagle3
 from tests.reference.models import make_qwen3_5
 
 
@@ -50,15 +49,14 @@ def test_every_text_is_identical(
     cached."""
     monkeypatch.setattr(states, "BLOCK", 16)
     target = make_qwen3_5(tmp_path / "target", branch_scale=0.04, head_dim=32, state_size=16)
-    draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
-    models = Models(target, {"EAGLE3": draft}, dtype, device)
+    models = Models(target, {"EAGLE": target}, dtype, device)  # its own layer drafts
     items = make_items(prompts([3, 15, 16, 17, 31, 40]), 6, 20)
-    choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
+    choices = {**CHOICES, "speculation": ["EAGLE chain", "EAGLE tree", "NGRAM tree"], "batch": [4, 1]}
     lines: list[str] = []
     report = run_matrix(models, items, 6, pairwise(choices)[::2], lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
-    assert report.preemptions > 5
+    assert report.preemptions > 3
     assert not any(row.cached_tokens for row in report.rows)
 
 

@@ -64,8 +64,9 @@ class LatentConfig:
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
     q and k is normalized before rotation. ``rope``: which of the model's rotary embeddings rotates. ``softmax``: its
-    scale and window; ``sinks``: its heads have them. ``reads``: the layer whose keys and values it attends to, None:
-    its own. Without ``v_proj`` its values are its keys before their norm. ``experts``: stand in place of its MLP.
+    scale and window; ``sinks``: its heads have them. ``index``: its place among those that keep the same kind of
+    memory, None: its number. ``reads``: the layer whose keys and values it attends to, None: its own. Without
+    ``v_proj`` its values are its keys before their norm. ``experts``: stand in place of its MLP.
     ``latent``: its attention is of this kind. ``state``: it keeps one instead of keys and values. ``weights``: how its
     projections are stored. ``ranks``: which share it out."""
 
@@ -84,6 +85,7 @@ class LayerConfig:
     softmax: Softmax = field(default_factory=Softmax)
     sinks: bool = False
     activation: Gate = "silu"
+    index: int | None = None
     reads: int | None = None
     v_proj: bool = True
     experts: ExpertsConfig | None = None

@@ -34,7 +34,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
-        self.layer = layer if config.reads is None else config.reads
+        own = layer if config.index is None else config.index
+        self.layer = own if config.reads is None else config.reads
         self.config = config
         name, size = f"layers.{layer}.self_attn", config.head_dim
         projected = self.query_parts * config.num_heads, *config.heads[1:]

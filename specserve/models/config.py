@@ -83,6 +83,11 @@ class ModelConfig:
         return LayerConfig(**sizes)
 
     @property
+    def next_layer(self) -> LayerConfig:
+        """The geometry of one more layer after the last, as the last one that stores keys and values."""
+        return replace(self.layers[self.kv_numbers[-1]], index=self.kv_layers)
+
+    @property
     def rope(self) -> RopeConfig:
         return self.ropes[0]
 

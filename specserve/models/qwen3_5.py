@@ -7,7 +7,7 @@ that draft.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,22 +28,10 @@ from specserve.models.qwen_moe import with_experts
 LINEAR = "linear_attention"
 
 
-@dataclass(frozen=True, slots=True)
-class HybridConfig(LayerConfig):
-    """``index``: of a layer among those of its kind."""
-
-    index: int = 0
-
-
 class GatedAttention(Attention):
     """Attention whose output is multiplied by a sigmoid. The projection of queries has each head's gate behind it."""
 
     query_parts: ClassVar[int] = 2
-
-    def __init__(self, config: LayerConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
-        super().__init__(config, layer, norm)
-        assert isinstance(config, HybridConfig)
-        self.layer = config.index
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         heads = 2 * self.config.num_heads
@@ -63,7 +51,8 @@ class DeltaLayer(AttentionLayer):
 
     net_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
-    def __init__(self, config: HybridConfig, state: DeltaState, layer: int) -> None:
+    def __init__(self, config: LayerConfig, state: DeltaState, layer: int) -> None:
+        assert config.index is not None
         nn.Module.__init__(self)
         self.rope = config.rope
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
@@ -102,13 +91,12 @@ class Qwen3_5Model(PartialModel):
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     }
-    beside: ClassVar[tuple[str, ...]] = (*PartialModel.beside, "mtp.")
+    unread: ClassVar[tuple[str, ...]] = (*PartialModel.unread, "mtp.")  # what drafts
     layer_class: ClassVar[type[DecoderLayer]] = AttentionLayer
     delta_class: ClassVar[type[DeltaLayer]] = DeltaLayer
 
     @classmethod
     def make_layer(cls, config: LayerConfig, layer: int) -> DecoderLayer:
-        assert isinstance(config, HybridConfig)
         if config.state is None:
             return super().make_layer(config, layer)
         return cls.delta_class(config, config.state, layer)
@@ -119,7 +107,7 @@ class Qwen3_5Model(PartialModel):
             raise ValueError("attn_output_gate false is not supported; expected true")
         bias = bool(fields.get("attention_bias"))
         layer = super().read_layer(layer, fields)
-        return HybridConfig.of(layer, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
@@ -143,7 +131,7 @@ class Qwen3_5Model(PartialModel):
                 f"{state.key_heads}"
             )
         return [
-            HybridConfig.of(layer, state=state if kind == LINEAR else None, index=kinds[:number].count(kind))
+            replace(layer, state=state if kind == LINEAR else None, index=kinds[:number].count(kind))
             for number, kind in enumerate(kinds)
         ]
 

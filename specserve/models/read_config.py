@@ -13,7 +13,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
-from specserve.methods import OWN_HEADS_COUNT
+from specserve.methods import own_heads
 from specserve.models.config import (
     COUNT,
     NUMBER,
@@ -130,11 +130,18 @@ def _weights(config: ModelConfig, fields: Mapping[str, Any], path: Path) -> Weig
     try:
         model = model_class(config.architecture, path)
         if config.random is not None:
-            own = config.layers[-1:] if fields.get(OWN_HEADS_COUNT) else ()  # the draft's layer
+            own = [config.next_layer] if own_heads(fields)[1] else []  # the draft's layer
             with torch.device("meta"):
                 return random_format(given, model(replace(config, layers=(*config.layers, *own)), 1))
-        found = TensorFiles(path.parent).dtypes().items()
-        return read_format(given, {name: dtype for name, dtype in found if not name.startswith(model.beside)})
+        after = f"layers.{config.num_layers}."  # of a layer that drafts, as DeepSeek's files name it
+        return read_format(
+            given,
+            {
+                name.replace("mtp.layers.0.", after).replace("mtp.fc.", f"{after}eh_proj."): dtype
+                for name, dtype in TensorFiles(path.parent).dtypes().items()
+                if not name.startswith(model.beside)
+            },
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

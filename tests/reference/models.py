@@ -321,8 +321,8 @@ def draft_config(target: dict[str, Any], inner: int, heads: int, kv_heads: int) 
 
 
 def make_qwen3_5(path: Path, *, state_size: int = 8, **options: Any) -> Path:
-    """Two gated delta nets, which remember for long, and between them attention with a gate. Norms but the delta nets'
-    are stored minus 1."""
+    """Two gated delta nets, which remember for long, and between them attention with a gate, as in the layer that
+    drafts, from the token alone. Norms but the delta nets' are stored minus 1."""
     state, config = load_checkpoint(make_qwen3(path, **{"layers": 3, "head_dim": 16, **options}))
     keys, values, size, hidden, draws = 2, 4, state_size, config["hidden_size"], Draws(6)
     config |= {
@@ -353,4 +353,8 @@ def make_qwen3_5(path: Path, *, state_size: int = 8, **options: Any) -> Path:
         name: tensor - 1 if "norm." in name and "linear_attn" not in name else tensor
         for name, tensor in state.items()
     }
-    return save_checkpoint(path, state, config, safetensors=True)
+    attention = {name: tensor for name, tensor in state.items() if name.startswith("model.layers.1.")}
+    state |= {name.replace("model.layers.1.", "mtp.layers.0."): each for name, each in attention.items()}
+    state |= {f"mtp.pre_fc_norm_{name}.weight": torch.zeros(hidden) for name in ("embedding", "hidden")}
+    state |= {"mtp.fc.weight": torch.eye(hidden, 2 * hidden), "mtp.norm.weight": state["model.norm.weight"]}
+    return save_checkpoint(path, state, config | {"mtp_num_hidden_layers": 1}, safetensors=True)

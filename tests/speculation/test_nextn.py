@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from specserve import SamplingParams
+from specserve.layers import linear
 from specserve.layers.formats.stored import StoredProjection
-from tests.engines import Checkpoints, Shape, answer_all, context_of
-from tests.reference.glm import make_glm, next_logits
+from tests.engines import Checkpoints, Shape, answer_all, context_of, head_of, record_drafts
+from tests.reference.glm import HYBRID, make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
-from tests.reference.quantized import quantize
+from tests.reference.quantized import PROJECTIONS, configure, dequantize, quantize
 from tests.speculation.methods import PROMPT, check_accepted, check_drafts, each_with_both, scheduler_of
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
@@ -25,6 +28,8 @@ MAKES: dict[str, dict[str, Any]] = {
     "groups": {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
     "deepseek v3": {"family": "DeepseekV3", **MLA, **GROUPS},
     "glm 4.7 flash": {"family": "Glm4MoeLite", **MLA, "num_key_value_heads": 4},
+    "qwen 3.5": {"family": "Qwen3_5", **HYBRID},
+    "qwen3 next": {"family": "Qwen3Next", **HYBRID},
 }
 
 
@@ -52,16 +57,60 @@ def test_a_quantized_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "no parameter reads" not in caplog.text
 
 
-@pytest.mark.parametrize("number", [None, 4])
-def test_another_number_of_layers(number: int | None, tmp_path: Path) -> None:
-    target = make_glm(tmp_path / "target")
+@pytest.mark.parametrize(
+    ("family", "dialect"),
+    [
+        ("Qwen3_5", "modelopt nvfp4"),
+        ("Qwen3_5", "W4A16"),
+        ("Qwen3_5Moe", "fp8 blocks"),
+        ("Qwen3Next", "nvfp4"),
+    ],
+)
+def test_formats_of_qwen(family: str, dialect: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Text and drafts are those of the numbers that the files mean, which have some parts in 16 bits."""
+    sizes = {**HYBRID, "linear_value_head_dim": 8, "moe_intermediate_size": 32}
+    sizes["shared_expert_intermediate_size"] = 32
+    wide = make_glm(tmp_path / "wide", family=family, agree=True, **sizes)
+    names = *PROJECTIONS, "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"
+    target = quantize(wide, tmp_path / "target", dialect, projections=names)
+    left = ["lm_head", "mtp.fc", "model.language_model.layers.0.linear_attn.in_proj_b"]
+    configure(target, **{"modules_to_not_convert": left} if dialect == "fp8 blocks" else {})
+    state, config = dequantize(target)
+    plain = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
+    meant = save_checkpoint(tmp_path / "meant", plain, config, safetensors=True)
+    found = []
+    for path in (target, meant):
+        scheduler = scheduler_of("NEXTN", path, path, SHAPES[0])
+        with record_drafts() as drafts, patch.object(linear, "rounded_inputs", lambda x, _: x):
+            (answer,) = answer_all(scheduler, [(PROMPT, PARAMS)])
+        found.append((answer.tokens, [each.nodes(0) for each in drafts]))
+        attention = head_of(scheduler).self_attn
+        assert isinstance(attention.qkv_proj, StoredProjection) == (path == target)
+    assert found[0] == found[1]
+    assert "no parameter reads" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "number", "message"),
+    [
+        ("Glm4Moe", None, "no layer for multi-token prediction, .* says num_nextn_predict_layers 1"),
+        (
+            "Qwen3_5Moe",
+            None,
+            "no layer for multi-token prediction, .* says mtp_num_hidden_layers 1: quantized",
+        ),
+        ("Glm4Moe", 4, "holds layers.3 to layers.4: a target with one of them is expected"),
+        ("Qwen3_5", 1, "holds mtp.layers.0 to mtp.layers.1: a target with one of them is expected"),
+    ],
+)
+def test_another_number_of_layers(family: str, number: int | None, message: str, tmp_path: Path) -> None:
+    target = make_glm(tmp_path / "target", family=family, **HYBRID if "Qwen" in family else {})
     state, config = load_checkpoint(target)
-    name, message = "model.layers.3.eh_proj.weight", "holds layers.0 to layers.3: a draft of one layer"
+    first, *_ = (name for name in state if re.match(r"mtp\.layers\.|.*eh_proj", name))
     if number:
-        state[f"model.layers.{number}.eh_proj.weight"] = state[name]
-        message = "holds layers.3 to layers.4: a target with one of them is expected"
+        state[re.sub(r"\d+", str(number), first)] = state[first]
     else:
-        del state[name]
+        state = {name: each for name, each in state.items() if not re.match(r"mtp\.|.*eh_proj", name)}
     save_checkpoint(target, state, config, safetensors=True)
     with pytest.raises(ValueError, match=message):
         scheduler_of("NEXTN", target, target, SHAPES[0])

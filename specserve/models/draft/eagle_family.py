@@ -50,7 +50,8 @@ def load_head(
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
 
     def make(_: HeadSource, target: TargetModel) -> Head:
-        layer = 0 if parallel else target.config.kv_layers  # where layers are counted from in the pool
+        first = target.config.kv_layers  # where layers are counted from in the pool
+        layer = 0 if parallel else first if config.layer.index is None else target.config.num_layers
         lm_head = None if own else target.lm_head
         return make_head(config, layer, target.max_positions, target.embed_tokens, lm_head)
 

@@ -78,8 +78,13 @@ class LayerHead(DraftModule):
         self._embed = Borrowed(embed)
         self._lm_head: Borrowed[nn.Module] | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embed.module.weight.dtype  # a norm's weight may be wider
+
     def _add_layer(self, layer: int, max_positions: int) -> None:
-        """Add the decoder layer, without its input norm, to run as pool layer ``layer``."""
+        """Add the decoder layer, without its input norm. ``layer``: its number, in the pool too unless its config names
+        another."""
         config = self.config.layer
         made = self.config.layer_class(config, layer)
         self.self_attn: Attention | LatentAttention = made.self_attn

@@ -1,5 +1,5 @@
 """Heads for multi-token prediction that are part of a target's checkpoint: MiMo's (Xiaomi 2025, arXiv 2505.07608), and
-DeepSeek-V3's (arXiv 2412.19437), which GLM has too.
+DeepSeek-V3's (arXiv 2412.19437), which GLM, Qwen3-Next and Qwen3.5 have too.
 
 A projection of [norm(feature); norm(embedding)], DeepSeek's of [norm(embedding); norm(feature)], one decoder layer, a
 final norm, and the target's head. Other engines zero the embedding next to the first feature; the published code of
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.embedding import Embedding
-from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
 
@@ -32,13 +31,14 @@ class MTPHead(LayerHead):
         super().__init__(config, embed)
         self._lm_head = Borrowed(lm_head)
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self.token_layernorm = RMSNorm(size, eps)
-        self.hidden_layernorm = RMSNorm(size, eps)
+        norm = config.layer_class.norm_class
+        self.token_layernorm = norm(size, eps)
+        self.hidden_layernorm = norm(size, eps)
         new, projected = config.layer.weights.projection, {self.projection: size}
         self.input_proj = new(f"layers.{layer}", 2 * size, projected, bias=False)
-        self.input_layernorm = RMSNorm(size, eps)
+        self.input_layernorm = norm(size, eps)
         self._add_layer(layer, max_positions)
-        self.norm = RMSNorm(size, eps)
+        self.norm = norm(size, eps)
 
     @torch.no_grad()
     def read_embedding_first(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specserve.methods import OWN_HEADS, OWN_HEADS_COUNT
+from specserve.methods import OWN_HEADS, own_heads
 from specserve.models.config import COUNT, check, layer_config
 from specserve.models.draft.fields import LIST
 from specserve.models.random_tensors import RandomTensors
@@ -17,9 +17,11 @@ _TAPS = (0, 0, 0)  # as many states as EAGLE-3 fuses if no list names them
 def random_head(path: Path, config: Mapping[str, Any], heads: Sequence[str]) -> RandomTensors:
     """Return random tensors with the names and shapes by which heads are read. ``config``: a head's, flat; ``heads``:
     the kinds that it may be. Raises ValueError naming a field that the shapes need."""
-    own, file = "MTP" in heads and bool(config.get(OWN_HEADS_COUNT)), path / "config.json"
+    (field, count), file = own_heads(config), path / "config.json"
+    own = "MTP" in heads and bool(count)
     if own and not {*OWN_HEADS["NEXTN"]}.isdisjoint(config.get("architectures") or ()):
-        return RandomTensors(path, {f"layers.{config['num_hidden_layers']}.eh_proj.weight": ()}, "draft.")
+        after = f"layers.{config['num_hidden_layers']}.eh_proj.weight"
+        return RandomTensors(path, {"mtp.layers.0." if field.startswith("mtp") else after: ()}, "draft.")
     fused = not own and (
         heads[0] not in ("EAGLE", "MTP") or ("draft_vocab_size" in config and "EAGLE3" in heads)
     )

@@ -416,14 +416,19 @@ class MTPReading(Reading):
 
 
 class NextNReading(MTPReading):
-    """A layer of DeepSeek-V3's kind after its target's last, whose class and geometry it has."""
+    """A layer of DeepSeek-V3's kind after its target's last. It has the class and geometry of the last that stores keys
+    and values."""
 
     kind = "NEXTN"
     side = "post", "the default for DeepSeek's kind"
 
     @cached_property
     def layer(self) -> LayerConfig:
-        return self.target.layers[-1]
+        if self.source.config.get("mtp_use_dedicated_embeddings"):
+            raise ValueError(
+                f"{self.source.config_file}: mtp_use_dedicated_embeddings true is not supported; expected false"
+            )
+        return self.target.next_layer
 
     @cached_property
     def rope(self) -> RopeConfig:

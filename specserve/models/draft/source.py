@@ -1,8 +1,8 @@
 """A published draft with its tensors under this package's names, and one flat configuration.
 
-Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``, that after a target's
-last layer) and in where the
-configuration nests. What a head computes is decided elsewhere, by tensors first and fields second.
+Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``, ``mtp.layers.0.``,
+that after a target's last layer) and in where the configuration nests. What a head computes is decided elsewhere, by
+tensors first and fields second.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from specserve.layers.rotary import rope_fields
-from specserve.methods import DraftSettings
+from specserve.methods import OWN_HEADS, DraftSettings, own_heads
 from specserve.models.config import OBJECT, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG, parse_overrides
 from specserve.models.draft.load import DraftSource
@@ -34,16 +35,24 @@ _OUTSIDE_LAYER = (
     "mask_hidden",
 )
 _OLD_SPECULATORS = {"fc.": "fusion_fc.", "norm.": "pre_lm_head_layernorm."}
-_NESTED = ("transformer_layer_config", "model")  # speculators; an old conversion for vLLM
+# Of speculators; an old conversion for vLLM; a vision-language file.
+_NESTED = ("transformer_layer_config", "model", "text_config")
 # Known heads that are not supported, by a pattern of a tensor's name.
 _FOREIGN = {
-    r"mtp\.(layers|fc)\.": "multi-token-prediction layers of Qwen3-Next or MiMo-V2 (mtp.)",
     r"layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj)\.": "multi-head latent attention (MLA)",
     r"layers\.0\.mlp\.experts\.": "a mixture of experts",
 }
-_HEADS = re.compile(r"mtp_layers\.\d+\.|layers\.\d+\.(?=eh_proj\.)")  # parts of a target's checkpoint
-# Names of the heads in a target's checkpoint, by what they begin with in this package.
+# Parts of a target's checkpoint: MiMo's, Qwen's, DeepSeek's.
+_HEADS = re.compile(r"mtp_layers\.\d+\.|(mtp\.)layers\.\d+\.|layers\.\d+\.(?=eh_proj\.)")
+# Names after the prefix of such a head, by what they begin with in this package.
 _MTP = {"norm.": "final_layernorm."}
+_QWEN = {
+    "norm.": "norm.",
+    "token_layernorm.": "pre_fc_norm_embedding.",
+    "hidden_layernorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "": "layers.0.",
+}
 _NEXTN = {
     "norm.": "shared_head.norm.",
     "token_layernorm.": "enorm.",
@@ -72,7 +81,7 @@ class HeadSource(DraftSource):
     @property
     def mtp_kind(self) -> str | None:
         """The kind of head that is part of a target's checkpoint, None for a draft's own."""
-        return None if not self.prefix else "NEXTN" if f"{self.prefix}eh_proj.weight" in self.files else "MTP"
+        return None if not self.prefix else "MTP" if self.prefix.startswith("mtp_layers.") else "NEXTN"
 
     @property
     def is_p_eagle(self) -> bool:
@@ -90,7 +99,7 @@ class HeadSource(DraftSource):
 
     def stored(self, name: str) -> str:
         if kind := self.mtp_kind:
-            renamed = _MTP if kind == "MTP" else _NEXTN
+            renamed = _MTP if kind == "MTP" else _QWEN if self.prefix == "mtp." else _NEXTN
             begin = next((begin for begin in renamed if name.startswith(begin)), "")
             return self.prefix + renamed.get(begin, "") + name.removeprefix(begin)
         outside = next((prefix for prefix in _OUTSIDE_LAYER if name.startswith(prefix)), None)
@@ -149,12 +158,12 @@ def open_source(draft: DraftSettings) -> HeadSource:
     check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
     check_rope_fields(flat, path / "config.json")
     files = random_head(path, flat, draft.method.heads) if tensors is None else tensors
-    heads = sorted({found[0] for name in files.names() if (found := _HEADS.match(name))})
+    heads = {found[0]: found[1] or found[0] for name in files.names() if (found := _HEADS.match(name))}
     if len(heads) > 1:
         raise ValueError(
-            f"{path} holds {heads[0][:-1]} to {heads[-1][:-1]}: a target with one of them is expected"
+            f"{path} holds {min(heads)[:-1]} to {max(heads)[:-1]}: a target with one of them is expected"
         )
-    source = HeadSource(files, _overridden(flat, overrides), overrides, prefix="".join(heads))
+    source = HeadSource(files, _overridden(flat, overrides), overrides, prefix="".join(heads.values()))
     _refuse_foreign(source)
     return source
 
@@ -171,11 +180,17 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
 def _refuse_foreign(source: HeadSource) -> None:
     if source.mtp_kind:
         return
-    names = source.files.names()
+    count, names = source.layer_count, source.files.names()
+    if count > 1 and not {*chain(*OWN_HEADS.values())}.isdisjoint(source.config.get("architectures") or ()):
+        field, own = own_heads(source.config)
+        says = f", though its config says {field} {own}" if own else ""
+        raise ValueError(
+            f"{source.path} has no layer for multi-token prediction{says}: quantized files often lack it; "
+            "--speculative-draft-model-path takes a directory of files that have it"
+        )
     for pattern, what in _FOREIGN.items():
         if any(re.match(pattern, name) for name in names):
             raise ValueError(f"{source.path}: {what} in a draft: not supported")
-    count = source.layer_count
     if count > 1 and not source.is_p_eagle:
         raise ValueError(
             f"{source.path} holds layers.0 to layers.{count - 1}: a draft of one layer, one with mask_hidden "
