@@ -165,6 +165,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     late_kernels: int = 0
     eager_steps: int = 0
     pages_idle: int = 0  # cached pages that no request uses
+    snapshots: int = 0  # of states, that there is room for
+    snapshots_kept: int = 0
 
 
 class Starting(msgspec.Struct, tag=True, frozen=True):

@@ -49,6 +49,8 @@ class EngineConfig:
     attention_backend: str
     kv_cache_dtype: str
     mamba_ssm_dtype: str
+    max_mamba_cache_size: int | None
+    mamba_full_memory_ratio: float
     largest_graph: int | None
     prefix_cache: bool
     disable_hybrid_kv_cache_manager: bool
@@ -88,6 +90,19 @@ class EngineConfig:
             shape=shape_of(settings),
             adaptive=bool(settings.speculative_adaptive),
         )
+
+    @property
+    def snapshots(self) -> int | None:
+        """States that are kept for cached prefixes, None: what ``snapshot_ratio`` allows."""
+        if not self.prefix_cache or not self.model.states:
+            return 0
+        most = self.max_mamba_cache_size
+        return None if most is None else most - self.max_running_requests
+
+    @property
+    def snapshot_ratio(self) -> float:
+        """Memory of snapshots whose number is not given, for each byte of the KV pool."""
+        return self.mamba_full_memory_ratio if self.snapshots is None else 0.0
 
     @property
     def threads(self) -> int:

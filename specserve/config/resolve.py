@@ -42,8 +42,8 @@ def resolve(
         _quantization,
         _attention,
         _kv_cache,
-        _states,
         _limits,
+        _states,
         _pool,
         _execution,
         _deterministic,
@@ -161,12 +161,21 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
 
 
 def _states(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
+    sizes, requests = ["max_mamba_cache_size", "mamba_full_memory_ratio"], settings.max_running_requests
     if not model.states:
-        return settings.without(["mamba_ssm_dtype"], ": no layer keeps a state", notes)
+        return settings.without(["mamba_ssm_dtype", *sizes], ": no layer keeps a state", notes)
     if settings.disable_radix_cache:
+        return settings.without(sizes, ": no prefix is cached", notes)
+    given = settings.max_mamba_cache_size
+    if given is None:
         return settings
-    why = f"{model.architecture} keeps states, which are not cached yet"
-    return settings.choose("disable_radix_cache", True, why, notes)
+    assert requests is not None
+    if given <= requests:
+        raise ValueError(
+            f"--max-mamba-cache-size: expected more than the {requests} states of --max-running-requests, found "
+            f"{given}; without cached prefixes, --disable-radix-cache, there are no others"
+        )
+    return settings.without(sizes[1:], ": max_mamba_cache_size says how many states are held", notes)
 
 
 def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

@@ -228,6 +228,15 @@ class Settings:
         synonyms={"bf16": "bfloat16"},
         aliases=("mamba_ssm_cache_dtype",),
     )
+    max_mamba_cache_size: int | None = engine(
+        None,
+        "States that are held: one for each running request, the others for cached prefixes. Default: what "
+        "mamba_full_memory_ratio allows.",
+        low=2,
+    )
+    mamba_full_memory_ratio: float = engine(
+        0.5, "Memory of the states of cached prefixes, in relation to that of the KV pool.", low=0.01
+    )
     max_running_requests: int | None = engine(
         None, "Maximum number of requests in a batch. Default: 16 on cpu, 256 on cuda.", low=1, high=MAX_SLOTS
     )

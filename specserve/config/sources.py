@@ -88,8 +88,8 @@ _NO_EFFECT = _by_flag({
     "the page used least recently is evicted": ("radix-eviction-policy",),
     "weights and KV pool stay on the device": ("swap-space", "delete-ckpt-after-loading"),
     "layers with sliding windows and others share one pool": ("swa-full-tokens-ratio",),
-    "--max-running-requests is also the number of states, of which none is cached": (
-        "max-mamba-cache-size", "mamba-full-memory-ratio", "mamba-cache-mode", "mamba-radix-cache-strategy",
+    "states are cached where prompts and messages end and texts branch, and every 1,024 tokens": (
+        "mamba-cache-mode", "mamba-radix-cache-strategy"
     ),
     "ranks run on one machine, over sockets without addresses": (
         "nccl-port", "dist-init-addr", "nccl-init-addr", "master-addr", "master-port", "node-rank",

@@ -52,6 +52,13 @@ class SetPages(msgspec.Struct, tag=True, frozen=True):
     runs: Sequence[PageRun]
 
 
+class CopyStates(msgspec.Struct, tag=True, frozen=True):
+    """Copy states of slots to snapshots, or ``back``, in order: pairs of a slot and a snapshot's number."""
+
+    pairs: Sequence[tuple[int, int]]
+    back: bool = False
+
+
 class Prefill(msgspec.Struct, tag=True, frozen=True):
     """Run a chunk of each row's prompt. Rows that are not final emit nothing. ``words`` ``[B, W]``: masks of the tokens
     after them, as ``hold`` takes them."""
@@ -117,6 +124,7 @@ class SetContinuations(msgspec.Struct, tag=True, frozen=True):
 Command = (
     Admit
     | SetPages
+    | CopyStates
     | SetPredictions
     | Measure
     | Prefill

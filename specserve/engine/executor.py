@@ -18,6 +18,7 @@ from specserve.engine.commands import (
     Admit,
     Begin,
     Command,
+    CopyStates,
     Measure,
     Prefill,
     Row,
@@ -79,6 +80,8 @@ class Executor:
                 self.admit(command)
             case SetPages():
                 self.set_pages(command)
+            case CopyStates():
+                self.copy_states(command)
             case SetPredictions():
                 self.set_predictions(command)
             case SetDraftRows():
@@ -105,6 +108,17 @@ class Executor:
     def set_pages(self, command: SetPages) -> None:
         if command.runs:
             self.context.state.set_pages(command.runs)
+
+    @torch.inference_mode()
+    def copy_states(self, command: CopyStates) -> None:
+        states, snapshots = self.context.states, self.context.snapshots
+        assert states is not None
+        assert snapshots is not None
+        for slot, number in command.pairs:
+            if command.back:
+                states.copy(slot, snapshots, number - 1)
+            else:
+                snapshots.copy(number - 1, states, slot)
 
     @torch.inference_mode()
     def set_predictions(self, command: SetPredictions) -> None:

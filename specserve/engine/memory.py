@@ -105,27 +105,30 @@ def pool_pages(
     device: torch.device,
     context_length: int,
     states: int = 0,
+    snapshots: float = 0.0,
 ) -> int:
     """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens`` in every table, or
     what ``mem_fraction`` of a GPU's memory leaves next to the weights already on it, or on a CPU ``host_tokens``.
-    ``states``: bytes beside the pool that count as free on a CPU, because nothing is written there yet. Raises
-    ValueError for more than a CPU's memory, and when nothing is left."""
+    ``states``: bytes beside the pool that count as free on a CPU, because nothing is written there yet. ``snapshots``:
+    bytes that each of the pool's takes besides. Raises ValueError for more than a CPU's memory, and when nothing is
+    left."""
     size, tables = config.page_size, len(config.layout.windows)
+    page_bytes = (1 + snapshots) * config.page_bytes
     if max_total_tokens is not None:
         pages = tables * -(-max_total_tokens // size) + 1
         if device.type == "cpu":
-            _check_given(pages * config.page_bytes, max_total_tokens, states)
+            _check_given(pages * page_bytes, max_total_tokens, states)
         return pages
     return_memory()  # temporary buffers of loading and quantization
     memory = device_memory(device.type)
     if device.type == "cpu":
         tokens, why = host_tokens(
-            max(0, memory.free - states), mem_fraction, tables * config.page_bytes / size, context_length
+            max(0, memory.free - states), mem_fraction, tables * page_bytes / size, context_length
         )
         pages = tables * -(-tokens // size) + 1
         log.info("max_total_tokens = %d: %s", (pages - 1) // tables * size, why)
     else:
-        pages = (int(memory.total * mem_fraction) - (memory.total - memory.free)) // config.page_bytes
+        pages = int((int(memory.total * mem_fraction) - (memory.total - memory.free)) // page_bytes)
     if pages < 2:
         raise ValueError(
             f"--mem-fraction-static {mem_fraction}: {memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are "
@@ -142,7 +145,7 @@ def host_tokens(free: int, fraction: float, token_bytes: float, context_length: 
     return fit, f"what {fraction} of the {free / 2**30:.2f} GiB that are free next to the weights hold"
 
 
-def _check_given(wanted: int, tokens: int, states: int) -> None:
+def _check_given(wanted: float, tokens: int, states: int) -> None:
     """Raise ValueError for a pool that is larger than the memory, and warn of one that is larger than what is free."""
     memory = host_memory()
     words = f"--max-total-tokens: a KV pool of {tokens} tokens takes {wanted / 2**30:.1f} GiB"

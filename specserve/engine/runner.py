@@ -16,6 +16,7 @@ from specserve.engine.commands import (
     Admit,
     Begin,
     Command,
+    CopyStates,
     Measure,
     Prefill,
     Row,
@@ -124,6 +125,11 @@ class Runner(Executor):
         if command.runs:
             self._send(command)
             super().set_pages(command)
+
+    def copy_states(self, command: CopyStates) -> None:
+        if command.pairs:
+            self._send(command)
+            super().copy_states(command)
 
     def set_predictions(self, command: SetPredictions) -> None:
         self._send(command)

@@ -4,6 +4,9 @@ An edge holds a run of tokens, whole pages of them, and the pages of each table;
 diverge, or where one ended and another went on. The tree holds one reference on each of its pages, requests hold their
 own, and a page is evicted only when the tree is its last owner. A window's table may lack pages, before the window of
 whoever computed them, or evicted: a prefix can be used where each table has the pages that tokens after it see.
+
+Of layers that keep a state, a prefix can be used only where a snapshot of it exists, which is at ends of edges.
+Snapshots have memory of their own, where the one used least recently makes room; no request holds any.
 """
 
 from __future__ import annotations
@@ -30,14 +33,29 @@ class _Node:
     queued: bool = False  # for eviction
     goes_on: bool = False  # a leaf to which its request will add
     ended: int = 0  # with windows: when a prefix that others share last ended with this edge; 0: no longer
+    state: int = 0  # the snapshot of the state after this edge; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix that can be used: its pages by table, 0 before a window, and the snapshot of the state after them, 0
+    without states. ``known``: how many pages of the tokens are cached, whether they can be used or not."""
+
+    pages: list[list[int]]
+    state: int
+    known: int
 
 
 class RadixCache:
     """Maps token prefixes, in whole pages, to pages that hold their KV. ``windows``: of each table, the tokens that it
-    keeps; None: all."""
+    keeps; None: all. ``snapshots``: of states, the most that are kept, with numbers from 1 on; 0: no layer has one."""
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, windows: Sequence[int | None] = (None,)
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        windows: Sequence[int | None] = (None,),
+        snapshots: int = 0,
     ) -> None:
         self._allocator = allocator
         self._page_size = page_size
@@ -51,28 +69,38 @@ class RadixCache:
         self._reach = max(window or 0 for window in windows) // page_size + 2  # pages that a window lies in
         self._unthinned = OrderedDict[_Node, None]()  # may have pages of windows that are not needed
         self.num_pages = 0
+        self.snapshots = snapshots
+        self._free_snapshots = list(range(snapshots, 0, -1))
+        self._kept = OrderedDict[int, _Node]()  # where each snapshot is, by last use
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
-        """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt`` and
-        can be used; 0 before a window. The caller takes references before anything else runs."""
+    def match(self, tokens: Sequence[int], salt: str = "") -> Prefix:
+        """Return the longest prefix of ``tokens`` that was inserted with the same ``salt`` and can be used. The caller
+        takes references, and the snapshot, before anything else runs."""
         path, size = list(self._walk(self._keys(tokens, salt))), self._page_size
-        found = self._pages_on(path)
+        found, states, end = self._pages_on(path), dict[int, int](), 0
+        for node, matched in path:
+            end += matched
+            if node.state and matched == len(node.keys):
+                states[end] = node.state
         best, run = 0, [0] * len(found)  # pages that follow each other, up to the last one
-        if not self._sliding:
-            return found
-        for count, column in enumerate(zip(*found, strict=True), start=1):
+        for count, column in enumerate(zip(*found, strict=True), start=1) if self._sliding else ():
             run = [before + 1 if page else 0 for before, page in zip(run, column, strict=True)]
             firsts = [first_page(window, count * size, size) for window in self._windows]
-            if all(length >= count - first for length, first in zip(run, firsts, strict=True)):
+            usable = count in states or not self.snapshots
+            if usable and all(length >= count - first for length, first in zip(run, firsts, strict=True)):
                 best = count
+        if not self._sliding:
+            best = max(states, default=0) if self.snapshots else end
         for window, pages in zip(self._windows, found, strict=True):
             first = first_page(window, best * size, size)
             pages[:] = [0] * first + pages[first:best]
-        for node, _ in path:
+        if state := states.get(best, 0):
+            self._kept.move_to_end(state)
+        for node, _ in path if self._sliding else ():
             best -= len(node.keys)
             if not best:
                 self._end_at(node)
-        return found
+        return Prefix(found, state, end)
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
         """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt``; 0
@@ -101,7 +129,8 @@ class RadixCache:
         if done == len(keys):
             return
         parent = node
-        if not parent.goes_on:
+        if not parent.goes_on or parent.state:
+            parent.goes_on = False
             node = parent.children[keys[done]] = _Node([], [[] for _ in pages], parent)
         begin = len(node.keys)
         node.keys += keys[done:]
@@ -112,6 +141,29 @@ class RadixCache:
         self._queue(node)
         if node is not parent:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
+
+    def keep(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Return the number of a new snapshot after ``tokens``, whole pages of a sequence that has just been inserted;
+        0 if there is one."""
+        *_, (node, _) = self._walk(self._keys(tokens, salt))
+        if node.state:
+            self._kept.move_to_end(node.state)
+            return 0
+        free = self._free_snapshots
+        node.state = free.pop() if free else self._drop_state(next(iter(self._kept.values())))
+        self._kept[node.state] = node
+        return node.state
+
+    def _drop_state(self, node: _Node) -> int:
+        """Forget a node's snapshot. Return its number."""
+        state, node.state = node.state, 0
+        del self._kept[state]
+        return state
+
+    @property
+    def kept(self) -> int:
+        """Snapshots that exist."""
+        return len(self._kept)
 
     def _fill(self, node: _Node, pages: Sequence[Sequence[int]], begin: int = 0) -> None:
         """Adopt those pages, from index ``begin`` on, that the node lacks."""
@@ -268,6 +320,8 @@ class RadixCache:
             self._allocator.disown(gone)
             freed += len(gone)
         self.num_pages -= freed
+        if freed and leaf.state:
+            self._free_snapshots.append(self._drop_state(leaf))
         if leaf.keys:
             self._queue(leaf)
         elif parent is not None:

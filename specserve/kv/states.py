@@ -49,6 +49,12 @@ class States:
         )
         self.inputs_LRWC = zeros((count, rows, spec.width - 1, sum(spec.parts)), dtype, device)
 
+    def copy(self, row: int, source: States, source_row: int) -> None:
+        """Overwrite a row with one of another ``States`` of the same layers."""
+        ours, theirs = ((*each.kept, each.inputs_LRWC) for each in (self, source))
+        for table_LRX, source_LRX in zip(ours, theirs, strict=True):
+            table_LRX[:, row].copy_(source_LRX[:, source_row])
+
     @property
     def rings(self) -> tuple[Tensor, ...]:
         """The tables of entries and of inputs, in the order of ``Left``."""
@@ -62,6 +68,10 @@ class States:
     def entries(self) -> int:
         """Of a ring."""
         return self.kept.key_REJD.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.inputs_LRWC.shape[1]
 
     @property
     def nbytes(self) -> int:

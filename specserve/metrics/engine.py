@@ -51,6 +51,9 @@ def _load(stats: Stats) -> Iterator[Metric]:
         "Share of pages that requests use, 0 to 1; cached pages that no request uses count as free.",
         used - stats.pages_idle / max(stats.pages_total, 1),
     )
+    if stats.snapshots:
+        yield _gauge("state_snapshots", "Snapshots of states that there is room for.", stats.snapshots)
+        yield _gauge("state_snapshots_kept", "Snapshots of states in the prefix cache.", stats.snapshots_kept)
     yield _counter(
         "preemptions",
         "Times that a request was put back into the queue because pages or device memory ran out.",

@@ -66,6 +66,7 @@ from specserve.scheduler.observers import (
     DynamicMapObserver,
     Observer,
 )
+from specserve.scheduler.points import Snapshots
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.speculation.control.acceptance import Acceptance
@@ -176,7 +177,9 @@ def assemble(
     """Make a scheduler with its own pages and requests for a loaded engine."""
     context = runner.context
     pool = context.pool
-    memory = Memory(pool.num_pages, pool.page_size, config.prefix_cache, pool.config.layout.windows)
+    kept, windows = context.snapshots, pool.config.layout.windows
+    snapshots = None if kept is None else Snapshots(kept.rows, config.model.eos_token_ids)
+    memory = Memory(pool.num_pages, pool.page_size, config.prefix_cache, windows, snapshots)
     use = pool.config.use(memory.allocator.capacity, config.context_length)
     capacity = Capacity(
         context_length=config.context_length,
@@ -332,11 +335,15 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
-    states = _states(config, dtype, device, ranks)
+    states = _states(config, config.max_running_requests + 1, device, ranks)
+    snapshots = _states(config, config.snapshots or 0, device, ranks)
     longest, fraction = config.context_length, config.mem_fraction_static
     share = fraction / ranks.count if device.type == "cpu" else fraction
-    beside = 0 if states is None else ranks.count * states.nbytes
-    pages = ranks.least(pool_pages(pool_config, config.max_total_tokens, share, device, longest, beside))
+    beside = ranks.count * sum(each.nbytes for each in (states, snapshots) if each is not None)
+    given = config.max_total_tokens
+    pages = ranks.least(pool_pages(pool_config, given, share, device, longest, beside, config.snapshot_ratio))
+    if states is not None and config.snapshots is None:
+        snapshots = _states(config, fitting(config, pool_config, pages, states), device, ranks)
     if config.max_total_tokens is None:
         check_context(config, pool_config.layout.longest(pages - 1, longest))
     phase.enter("making the KV pool")
@@ -357,7 +364,15 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     rates = config.draft.synthetic if config.draft is not None else ()
     synthetic = SyntheticAcceptance.of(rates, device) if rates else None
     vocabulary = config.model.vocab_size
-    return Context(target, drafter, pool, attention, state, vocabulary, synthetic, states, identity)
+    return Context(
+        target, drafter, pool, attention, state, vocabulary, synthetic, states, snapshots, identity
+    )
+
+
+def fitting(config: EngineConfig, pool: PoolConfig, pages: int, states: States) -> int:
+    """Return how many snapshots are kept beside a pool of so many pages: at most one at each page's end."""
+    fit = int(config.snapshot_ratio * pages * pool.page_bytes * states.rows / states.nbytes)
+    return min(max(fit, 1), pages)
 
 
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
@@ -438,21 +453,22 @@ def _pool(config: PoolConfig, pages: int, device: torch.device, context_length: 
     return pool
 
 
-def _states(config: EngineConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> States | None:
-    """Make the states of layers that keep one. Raises ValueError if the device has too little memory."""
-    layers, requests = config.model.on(ranks).states, config.max_running_requests
-    if not layers:
+def _states(config: EngineConfig, rows: int, device: torch.device, ranks: Ranks) -> States | None:
+    """Make so many states of the layers that keep one; None if there are none. Raises ValueError if the device has too
+    little memory."""
+    layers = config.model.on(ranks).states
+    if not layers or not rows:
         return None
     try:
-        states = States(layers, requests + 1, dtype, device, DTYPES.get(config.mamba_ssm_dtype))
+        states = States(layers, rows, DTYPES[config.dtype], device, DTYPES.get(config.mamba_ssm_dtype))
     except (RuntimeError, OSError) as error:
         if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(
-            f"--max-running-requests: the states of {requests} requests take more memory than the {device.type} has; "
-            "expected fewer"
+            f"--max-running-requests: {rows} states of requests or prefixes take more memory than the {device.type} "
+            "has; expected fewer, or less for --max-mamba-cache-size or --mamba-full-memory-ratio"
         ) from None
-    log.info("the states of %d requests take %.2f GiB", requests, states.nbytes / 2**30)
+    log.info("%d states of requests or cached prefixes take %.2f GiB", rows, states.nbytes / 2**30)
     return states
 
 

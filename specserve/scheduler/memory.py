@@ -14,21 +14,29 @@ from operator import ne
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
 from specserve.kv.radix import RadixCache
+from specserve.scheduler.points import Snapshots
 from specserve.scheduler.request import Hold, Request
 from specserve.speculation.state import PageRun
 
 
 class Memory:
     """The allocator and the prefix cache as one supply of pages. ``windows``: of each table, the tokens that it keeps;
-    None: all. ``cache`` None: prefixes are not shared."""
+    None: all. ``cache`` None: prefixes are not shared. ``snapshots``: those of states, None if no layer keeps one."""
 
     def __init__(
-        self, num_pages: int, page_size: int, prefix_cache: bool, windows: Sequence[int | None] = (None,)
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        windows: Sequence[int | None] = (None,),
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.page_size = page_size
         self.windows = windows
         self.allocator = PageAllocator(num_pages)
-        self.cache = RadixCache(self.allocator, page_size, windows) if prefix_cache else None
+        self._snapshots = snapshots
+        room = 0 if snapshots is None else snapshots.room
+        self.cache = RadixCache(self.allocator, page_size, windows, room) if prefix_cache else None
         self._sliding = sum(window is not None for window in windows)
 
     def pages_for(self, tokens: int) -> int:
@@ -36,12 +44,17 @@ class Memory:
 
     def take_prefix(self, request: Request, tokens: Sequence[int]) -> int:
         """Give the request the cached pages of its tokens, in place of its own. At least the last token is left to
-        compute. Return how many tokens are cached."""
+        compute. Return how many tokens are cached, or were before; if there are more now, ``request.state`` is the
+        snapshot after them, which is to be copied before anything else runs."""
+        request.state = 0
         if self.cache is None:
             return 0
         found = self.cache.match(tokens[: len(tokens) - 1], request.salt)
-        cached = len(found[0])
-        for window, hold, pages in zip(self.windows, self._holds(request), found, strict=True):
+        cached, request.known = len(found.pages[0]), found.known * self.page_size
+        if cached * self.page_size <= request.prefilled:
+            return request.prefilled
+        request.state = found.state
+        for window, hold, pages in zip(self.windows, self._holds(request), found.pages, strict=True):
             start = first_page(window, cached * self.page_size, self.page_size)
             self.allocator.share(pages[start:])
             own = cached - hold.start
@@ -63,7 +76,22 @@ class Memory:
             return 0
         most = min(len(request.context) - 1, len(other.context))
         same = next(compress(count(), map(ne, request.context, other.context)), most)
+        if self._snapshots is not None:
+            return max((point for point in other.points if point <= min(same, most)), default=0)
         return min(same, most) // self.page_size * self.page_size
+
+    def points(self, request: Request) -> list[int]:
+        """Return where the request's prompt is cut for snapshots."""
+        if self.cache is None or self._snapshots is None:
+            return []
+        return self._snapshots.points(request.context, request.known, self.page_size)
+
+    def keep(self, request: Request) -> int:
+        """Return the number of a new snapshot of the request's state, if it is at a point of its prompt without one; 0
+        otherwise. Its pages have just been remembered."""
+        if self.cache is None or request.prefilled not in request.points:
+            return 0
+        return self.cache.keep(request.context[: request.prefilled], request.salt)
 
     @property
     def available(self) -> int:
@@ -165,7 +193,7 @@ class Memory:
         """Take all pages from the request; the cache keeps those it was offered."""
         for hold in request.holds:
             self.allocator.release(hold.pages)
-        request.holds, request.remembered = [], 0
+        request.holds, request.remembered, request.prefilled = [], 0, 0
 
     def problems(self) -> list[str]:
         """List the inconsistencies of an idle engine, where every page must be free, or cached and not in use."""
@@ -179,6 +207,9 @@ class Memory:
                 f"the prefix cache counts {self.cache.num_pages} pages but lists {len(cached)}, "
                 f"{len(cached) - len(set(cached))} of them twice"
             )
+        states = [] if self.cache is None else [node.state for node in self.cache.nodes() if node.state]
+        if self.cache is not None and not len({*states}) == len(states) == self.cache.kept:
+            found.append(f"the prefix cache counts {self.cache.kept} snapshots but has {len(states)}")
         used = [page for page in cached if self.allocator.references(page) != 1]
         if used:
             found.append(f"{len(used)} cached pages are still in use, page {used[0]} among them")

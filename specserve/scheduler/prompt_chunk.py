@@ -19,8 +19,8 @@ class PromptChunk:
     """A launch of at most ``room`` tokens: ``rows`` of ``requests``, of which ``begun`` are new on the device.
 
     A launch may compute the same tokens for several prompts as long as these are fewer than another launch would cost;
-    a prompt that would exceed this waits. If a launch has room left, all its prompts end with it, so the next launch
-    finds in the cache what others waited for."""
+    a prompt that would exceed this waits. If a launch has room left, all its prompts end with it or at a point, so the
+    next launch finds in the cache what others waited for."""
 
     def __init__(self, memory: Memory, counters: Counters, room: int) -> None:
         self._memory = memory
@@ -32,6 +32,7 @@ class PromptChunk:
         self.requests: list[Request] = []
         self.begun: list[RowInit] = []
         self.pages: list[PageRun] = []  # new ones of the others
+        self.restored: list[tuple[int, int]] = []  # slots and the snapshots from which they continue
 
     @property
     def tokens(self) -> int:
@@ -42,10 +43,15 @@ class PromptChunk:
         if not request.begun:
             # Reuse what was computed of its prompt since it got its slot.
             request.prefilled = self._memory.take_prefix(request, request.reusable)
+            if request.state:
+                self.restored.append((request.slot, request.state))
+                request.waits = 0
             if self._should_wait(request):
                 return
+            request.points = self._memory.points(request)
         begin = request.prefilled
-        end, pages = self._memory.extend(request, min(begin + self.room, len(request.context)))
+        cut = next((point for point in request.points if point > begin), len(request.context))
+        end, pages = self._memory.extend(request, min(begin + self.room, cut))
         if end <= begin:
             return
         if request.begun:

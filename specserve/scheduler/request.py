@@ -52,6 +52,9 @@ class Request:
     prefilled: int = 0  # tokens of the context that are launched or cached
     waits: int = 0  # launches that it waited for because they compute a part of its prompt
     remembered: int = 0  # whole pages offered to the prefix cache
+    known: int = 0  # tokens of the context that the prefix cache has, with or without a snapshot
+    state: int = 0  # the snapshot from which it continues; 0: none, or copied already
+    points: Sequence[int] = ()  # where its prompt is cut for snapshots
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit at least one token each
     consumed: int = 0  # output tokens that its constraint has consumed
@@ -66,8 +69,7 @@ class Request:
 
     def leave_slot(self) -> None:
         self.slot, self.inflight, self.pending = -1, 0, 0
-        self.prefilled, self.begun, self.context = 0, False, ()
-        self.waits = 0
+        self.begun, self.context, self.waits, self.points = False, (), 0, ()
 
     def extend(self, tokens: list[int], predicted: range, from_step: bool) -> None:
         """Append tokens, of which ``predicted`` matched those indices of its prediction."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import OutOfMemoryError
 
-from specserve.engine.commands import Admit, Begin, Prefill, Row, SetPages, Settle, Step
+from specserve.engine.commands import Admit, Begin, CopyStates, Prefill, Row, SetPages, Settle, Step
 from specserve.engine.kernels import WATCH
 from specserve.engine.launch import Emitted, Launch
 from specserve.engine.runner import Runner
@@ -158,6 +158,8 @@ class Scheduler:
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
             pages_idle=memory.allocator.idle,
+            snapshots=memory.cache.snapshots if memory.cache is not None else 0,
+            snapshots_kept=memory.cache.kept if memory.cache is not None else 0,
             late_kernels=WATCH.late,
             eager_steps=report.eager_steps,
             step_totals=self._step_counters.totals(report.drafter, report.sources, self.policy.cost),
@@ -200,6 +202,8 @@ class Scheduler:
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted
             request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
+            if request.state:  # later its snapshot may be another's
+                self.runner.copy_states(CopyStates([(request.slot, request.state)], back=True))
             for observer in self._observers:
                 observer.admitted(request)
             self.running.append(request)
@@ -218,12 +222,15 @@ class Scheduler:
             self._prefilled = not self._launch_step() and self._launch_prefill() > 0
         return 0
 
-    def _launch_prefill(self) -> int:
-        """Launch one chunk of prompt tokens. Return the number of launches."""
+    def _launch_prefill(self, room: int | None = None) -> int:
+        """Launch a chunk of at most ``room`` prompt tokens, None: what the limits allow, and what room it leaves where
+        prompts are cut for snapshots in others. Return the number of launches."""
         begun, budget = time.monotonic(), self._backoff.chunk
         if not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
+        budget = budget if room is None else min(budget, room)
         chunk = fill_chunk(self.memory, self._counters, budget, self.running, self._backoff.prompts)
+        self.runner.copy_states(CopyStates(chunk.restored, back=True))
         requests = chunk.requests
         if not requests and len(self.running) > 1 and not self._inflight and not self._ready():
             self.preempt(self.running[-1])  # the windows of all prompts lack pages
@@ -234,14 +241,17 @@ class Scheduler:
         self._inflight.append(InFlight(launch, requests, tokens=chunk.tokens), begun)
         self._step_counters.prefilled += chunk.tokens
         self._end_failed(requests)
-        changed = list[PageRun]()
+        changed, kept = list[PageRun](), list[tuple[int, int]]()
         for request in [r for r in requests if r.slot >= 0]:
             request.pending += not request.prefilling
             self._begun += not request.prefilling
             changed += self.memory.remember(request)
+            if number := self.memory.keep(request):
+                kept.append((request.slot, number))
             self.memory.slide(request)
         self.runner.set_pages(SetPages(changed))
-        return 1
+        self.runner.copy_states(CopyStates(kept))
+        return 1 + (self._launch_prefill(chunk.room) if kept and chunk.room else 0)
 
     def _prefill(self, chunk: PromptChunk) -> Launch:
         if chunk.begun:

@@ -136,7 +136,8 @@ class Drafter(SlotState):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that lives longer than a step. ``states``: of the target's layers that keep one, None if none does."""
+    """Everything that lives longer than a step. ``states``: of the target's layers that keep one, None if none does.
+    ``snapshots``: those of the prefix cache, by number."""
 
     target: Target
     drafter: Drafter
@@ -146,6 +147,7 @@ class Context:
     vocab_size: int
     synthetic: SyntheticAcceptance | None = None
     states: States | None = None
+    snapshots: States | None = None
     fingerprint: str | None = None  # hash of everything besides the request that the text depends on
 
     def admit(self, rows: Sequence[RowInit]) -> None:

@@ -53,7 +53,9 @@ TOTALS = StepTotals(
 
 
 def stats(totals: StepTotals) -> Stats:
-    return Stats(1, 2, 128, 96, 20, 7, 8, 9, 10, 11, 12, 13, totals, pages_idle=16)
+    return Stats(
+        1, 2, 128, 96, 20, 7, 8, 9, 10, 11, 12, 13, totals, pages_idle=16, snapshots=9, snapshots_kept=3
+    )
 
 
 def shown(totals: StepTotals = TOTALS, accept: str = "") -> str:

@@ -25,7 +25,7 @@ class RadixCache(RadixCacheOfTables):
     """With one table."""
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:  # type: ignore[override]
-        (pages,) = super().match(tokens, salt)
+        (pages,) = super().match(tokens, salt).pages
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:  # type: ignore[override]
@@ -305,6 +305,49 @@ def test_prefixes_of_another_salt_are_not_found() -> None:
     assert allocator.problems() == []
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_snapshots(page_size: int) -> None:
+    """Against a dictionary by prefix, of as many as there is room for: a prefix is used up to its longest snapshot,
+    which stays while others are used less recently and all its pages are cached."""
+    rng, allocator, room = random.Random(page_size), PageAllocator(60), 6
+    cache, model = RadixCacheOfTables(allocator, page_size, snapshots=room), Model(page_size)
+    states, hits, lost = dict[Tokens, int](), 0, 0  # by last use
+    for _ in range(3000):
+        tokens = random_tokens(rng, page_size)
+        prefixes = model.prefixes(tokens)
+        found, (known,) = cache.match(tokens), cache.find(tokens)
+        best = max((prefix for prefix in prefixes if prefix in states), key=len, default=())
+        assert found.pages == [known[: len(best) // page_size]]
+        assert (found.known, found.state) == (len(known), states.get(best, 0))
+        if found.state:
+            hits += 1
+            states[best] = states.pop(best)
+        missing = len(prefixes) - len(known)
+        cache.evict(missing - allocator.free if rng.random() < 0.8 else rng.randint(0, 20))
+        model.forget({page for page in model.pages.values() if not allocator.references(page)})
+        gone = [prefix for prefix in states if prefix not in model.pages]
+        lost += len([states.pop(prefix) for prefix in gone])
+        ends = sorted({rng.randint(0, len(prefixes)) for _ in range(2)})
+        pages = [model.pages.get(prefix, 0) for prefix in prefixes]
+        own = allocator.allocate(min(pages.count(0), allocator.free))
+        for end in [end for end in ends if end and len(pages[:end]) - pages[:end].count(0) + len(own) >= end]:
+            taken = iter(own)
+            given = [page or next(taken) for page in pages[:end]]
+            cache.insert(tokens, [given], goes_on=end < ends[-1])
+            model.insert(tokens[: end * page_size], given)
+            if number := cache.keep(tokens[: end * page_size]):
+                if number in states.values():
+                    assert (len(states), number) == (room, states.pop(next(iter(states))))
+                states[prefixes[end - 1]] = number
+            else:
+                states[prefixes[end - 1]] = states.pop(prefixes[end - 1])
+        allocator.release(own)
+        assert cache.kept == len(states)
+    assert min(hits, lost) > 200
+    cache.clear()
+    assert (cache.kept, allocator.free, allocator.problems()) == (0, 59, [])
+
+
 def test_windows_stay_where_prefixes_end() -> None:
     """Not at the ends of chunks. Those of earlier turns go before anything else that was used later; when the last turn
     has gone, the one before it can be used."""
@@ -312,7 +355,7 @@ def test_windows_stay_where_prefixes_end() -> None:
     cache = RadixCacheOfTables(allocator, 1, (None, 4))
 
     def run(tokens: Tokens, hit: int, *chunks: int) -> None:
-        shared = cache.match(tokens)
+        shared = cache.match(tokens).pages
         assert len(shared[0]) == hit
         new = [allocator.allocate(len(tokens) - hit) for _ in shared]
         pages = [before + own for before, own in zip(shared, new, strict=True)]
@@ -322,7 +365,7 @@ def test_windows_stay_where_prefixes_end() -> None:
             allocator.release(own)
 
     def hits(*texts: Tokens) -> list[int]:
-        return [len(cache.match((*tokens, 0))[0]) for tokens in texts]
+        return [len(cache.match((*tokens, 0)).pages[0]) for tokens in texts]
 
     first, second = tuple(range(1, 31)), tuple(range(101, 131))
     run(first[:12], 0, 3, 6, 9)

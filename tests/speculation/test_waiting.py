@@ -77,7 +77,7 @@ def test_who_shares_what_another_has_computed_does_not_wait_for_its_end(agreeing
 def fits(memory: Memory, request: Request, tokens: int) -> bool:
     """By count: all its pages but the cached ones that others use have to be available."""
     assert memory.cache is not None
-    (cached,) = memory.cache.match(request.reusable[: len(request.reusable) - 1])
+    (cached,) = memory.cache.match(request.reusable[: len(request.reusable) - 1]).pages
     used = sum(memory.allocator.references(page) > 1 for page in cached)
     return memory.pages_for(tokens) <= memory.available + used
 

@@ -20,7 +20,7 @@ from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.models.draft.load import Borrowed
-from specserve.process.assemble import create_shapes, shape_plan
+from specserve.process.assemble import create_shapes, fitting, shape_plan
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.tools.check.report import MemoryUse
@@ -68,9 +68,16 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
     sizes = config.context_length, config.tensor_parallel_size
     found = _memory_of(context, context.pool.num_pages, *sizes)
-    pages = _pool_pages(config, context.pool.config, found.weights + found.draft + _states(context))
+    pool, states = context.pool.config, context.states
+    if config.snapshots is None:
+        context = replace(context, snapshots=None)
+    pages = _pool_pages(config, pool, found.weights + found.draft + _states(context))
+    expected, kept = _memory_of(context, pages, *sizes), 0
+    if config.snapshots is None and states is not None:
+        kept = fitting(config, pool, pages, states) * states.nbytes // states.rows
     return replace(
-        _memory_of(context, pages, *sizes),
+        expected,
+        pool=expected.pool + kept,
         device=config.device,
         loaded=False,
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
@@ -79,7 +86,7 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
 
 
 def _states(context: Context) -> int:
-    return 0 if context.states is None else context.states.nbytes
+    return sum(each.nbytes for each in (context.states, context.snapshots) if each is not None)
 
 
 def _temporary(config: EngineConfig) -> int:
@@ -130,12 +137,12 @@ def _pool_pages(config: EngineConfig, pool: PoolConfig, weights: int) -> int:
     """Return how many pages the pool will have. Nothing else is on a GPU yet."""
     tables, size, fraction = len(pool.layout.windows), pool.page_size, config.mem_fraction_static
     fraction /= config.tensor_parallel_size if config.device == "cpu" else 1
-    tokens = config.max_total_tokens
+    tokens, page_bytes = config.max_total_tokens, (1 + config.snapshot_ratio) * pool.page_bytes
     if tokens is None:
         memory = device_memory(config.device)
         if config.device != "cpu":
-            return max(0, int((fraction * memory.total - weights) / pool.page_bytes))
-        token, free = tables * pool.page_bytes / size, max(0, memory.free - weights)
+            return max(0, int((fraction * memory.total - weights) / page_bytes))
+        token, free = tables * page_bytes / size, max(0, memory.free - weights)
         tokens = host_tokens(free, fraction, token, config.context_length)[0]
     return tables * -(-tokens // size)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 class MemoryUse:
     """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
     most while the weights are loaded, before there is a pool; always expected. ``kv_per_token`` and ``pool_tokens``: as
-    if all layers kept all tokens. ``pool``: with the states of requests. ``full_contexts``: requests as long as the
-    context that the pool holds. All are of the first of ``ranks``."""
+    if all layers kept all tokens. ``pool``: with states of requests and prefixes. ``full_contexts``: requests as long
+    as the context that the pool holds. All are of the first of ``ranks``."""
 
     device: str
     loaded: bool
