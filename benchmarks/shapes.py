@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def write_shape(name: str, path: Path, fp8: bool = False) -> None:
 def _draft_of(target: Path) -> dict[str, Any]:
     config = load_model_config(target, random="")
     layer = config.draft_layer
+    heads = layer.hidden_size // 128
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -45,8 +47,8 @@ def _draft_of(target: Path) -> dict[str, Any]:
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": layer.hidden_size // 128,
-        "num_key_value_heads": layer.num_kv_heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": gcd(heads, layer.num_kv_heads),
         "head_dim": 128,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": min(DRAFT_VOCAB, config.vocab_size),

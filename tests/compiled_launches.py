@@ -53,6 +53,7 @@ from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Left, Runs
 from torch import Tensor
+from triton import knobs
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
@@ -344,6 +345,15 @@ def specialized(arg: object, by_value: bool) -> object:
     return type(arg), isinstance(arg, int) and by_value and arg == 1
 
 
+def only_single_constants(*, compile: dict[str, Any], **_: object) -> bool:
+    """Triton's hook. ``specserve.engine.kernels`` keeps variants in its serialization, which reads tuples back as
+    lists."""
+    constants = json.loads(compile["specialization_data"])["constant_vals"]
+    values = [each["constexpr"] if isinstance(each, dict) else each for each in constants]
+    assert not any(isinstance(each, list) for each in values), values
+    return False
+
+
 @contextmanager
 def compiled_only() -> Iterator[Compiler]:
     """Launches compile and no more. All tensors are taken to be on a GPU."""
@@ -372,6 +382,7 @@ def compiled_only() -> Iterator[Compiler]:
     driver.set_active(Device())
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", launch))
+        stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", only_single_constants))
         stack.enter_context(patch.object(JITFunction, "parse", cache(JITFunction.parse)))
         stack.enter_context(patch.object(FileCacheManager, "put", return_value=""))  # nothing reads the files
         stack.enter_context(patch.object(CUDABackend, "add_stages", add_stages))

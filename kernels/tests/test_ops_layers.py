@@ -64,7 +64,7 @@ def test_norms_of_a_scaled_sum(draw) -> None:
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 3840), (7, 100), (2, 1152), (0, 64)])
 def test_a_norm_before_the_sum_changes_no_bits(draw, tokens: int, width: int, wide: bool) -> None:
-    """Against one launch after the other."""
+    """Against one launch after the other. On a GPU in 16 bits: in 32 a product and a sum are rounded once."""
     x, residual, scale = draw(tokens, width), draw(tokens, width), draw(1)
     first, weight = (each.float() if wide else each for each in (draw(width), draw(width)))
     dtypes = [x.dtype] if GPU else [torch.float32, torch.bfloat16]
@@ -75,8 +75,11 @@ def test_a_norm_before_the_sum_changes_no_bits(draw, tokens: int, width: int, wi
                 found = version.add_rms_norm(x, residual, weight, 1e-6, first, scales)
                 normed = version.rms_norm(x, first, 1e-6)
                 expected = version.add_rms_norm(normed, residual, weight, 1e-6, None, scales)
-                assert torch.equal(found[0], expected[0])
-                assert torch.equal(found[1], expected[1])
+                for one, other in zip(found, expected, strict=True):
+                    if GPU and dtype == torch.float32:
+                        assert_close(one, other)
+                    else:
+                        assert torch.equal(one, other)
             if width % 128 == 0:
                 rounded, _ = version.add_rms_norm_rounded(x, residual, weight, 1e-6, torch.int8, first)
                 again, _ = version.add_rms_norm_rounded(normed, residual, weight, 1e-6, torch.int8)
@@ -233,7 +236,11 @@ def test_norms_of_heads(
     norms = HeadNorms(query, key if kv_heads else None, 1e-6, values)
     ones = torch.ones_like(query)
     parts = zip(qkv.split([heads, kv_heads, kv_heads], 1), (query, key, ones), strict=True)
-    normed = [llama.rms_norm(part.float(), weight.float(), 1e-6).to(qkv.dtype) for part, weight in parts]
+    normed = [
+        llama.rms_norm(part.float(), (weight if wide else ones).float(), 1e-6).to(qkv.dtype)
+        * (1 if wide else weight)
+        for part, weight in parts
+    ]
     normed[2] = normed[2] if values else qkv[:, heads + kv_heads :]
     for scales in (None, KVScales(0.3, 0.011)):
         stored = cache if scales is None else cache.to(torch.float8_e4m3fn)

@@ -287,8 +287,8 @@ def test_any_number_of_tokens(draw: Draw, kind: Kind, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_gated_inputs_may_be_rounded_before(draw: Draw, kind: Kind, tokens: int) -> None:
-    x = draw(tokens, 300)
-    weight = pack(kind.draw(2 * 34, 300, x.device))
+    x = draw(tokens, 304)
+    weight = pack(kind.draw(2 * 34, 304, x.device))
     found = ops.packed_linear(rounded(x, weight), weight, None, "silu")
     assert torch.equal(found, ops.packed_linear(x, weight, None, "silu"))
 
@@ -307,8 +307,8 @@ def test_no_tokens(draw: Draw) -> None:
 @with_most("sizes", [(1, 64), (20, 33)], (130, 70))
 def test_gated(draw: Draw, kind: Kind, sizes: tuple[int, int]) -> None:
     tokens, inner = sizes
-    x = draw(tokens, 300)
-    check(x, pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner), "gelu_tanh")
+    x = draw(tokens, 304)
+    check(x, pack(kind.draw(2 * inner, 304, x.device)), draw(2 * inner), "gelu_tanh")
 
 
 @with_most("inputs", [15 * 128 + 40], 16 * 128)
@@ -481,7 +481,8 @@ def check_in_a_graph(weight: Packed, counts: tuple[int, ...]) -> None:
 def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind) -> None:
     weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
     streamed = ops.for_packed(weight, 1, inputs) == "streamed"
-    assert streamed == (weight.step == 128 and torch.cuda.get_device_capability()[0] == 9)
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert streamed == (weight.step == 128 and not weight.floats and hopper)
     check_in_a_graph(weight, (1, 3, 8, 16, 17))
 
 

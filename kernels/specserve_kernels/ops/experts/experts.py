@@ -34,9 +34,9 @@ from specserve_kernels.reference.linear.packed import STEP, Packed
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
 BLOCK_H = 1024  # hidden channels of a program that adds outputs
-PLAIN = (16, 0, 0, 0, 1, tl.float32, False)
+PLAIN = {"BITS": 16, "FLOATS": 0, "TOTAL": 0, "SCALES": 0, "ROWS": 1, "GROUPED": False, "SCALE": tl.float32}
 """The format of a weight that is not ``Packed``: bits, inputs of a group of floats, rows of all experts, scales of a
-group of inputs, outputs and dtype of a scale, and whether groups have different ones."""
+group of inputs, outputs of a scale, whether groups have different ones, and their dtype."""
 
 
 class Block(NamedTuple):
@@ -152,20 +152,18 @@ def _launch(
         "num_stages": block.stages,
     }
     if isinstance(weight, Tensor):
-        return (weight, None, None, None), options | {"FORMAT": PLAIN}, block.outputs
+        return (weight, None, None, None), options | PLAIN, block.outputs
     scale, zero, values = weight.scale_WSN, weight.zero_WON, weight.values
     options |= {
         "BLOCK_I": weight.step,
         "num_stages": block.stages * min(2, STEP // weight.step),
-        "FORMAT": (
-            weight.bits,
-            weight.floats,
-            len(values),
-            scale.shape[1],
-            weight.rows,
-            getattr(tl, "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")),
-            weight.grouped,
-        ),
+        "BITS": weight.bits,
+        "FLOATS": weight.floats,
+        "TOTAL": len(values),
+        "SCALES": scale.shape[1],
+        "ROWS": weight.rows,
+        "GROUPED": weight.grouped,
+        "SCALE": getattr(tl, "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")),
     }
     scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
     return (words_of(values) if weight.floats else values, scale, zero, weight.unit_O), options, block.outputs
@@ -193,9 +191,16 @@ def _gate_up_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    FORMAT: tl.constexpr = (BITS, FLOATS, TOTAL, SCALES, ROWS, GROUPED, SCALE)
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
@@ -218,8 +223,8 @@ def _gate_up_kernel(
             up *= tl.load(unit_ptr + row + I, mask=there, other=0)[:, None]
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * 2 * I + o
-            gate += tl.load(bias_ptrs, mask=o < I, other=0).to(tl.float32)[:, None]
-            up += tl.load(bias_ptrs + I, mask=o < I, other=0).to(tl.float32)[:, None]
+            gate = _add_bias(gate, bias_ptrs, o < I)
+            up = _add_bias(up, bias_ptrs + I, o < I)
         dtype = out_ptr.dtype.element_ty
         out_ptrs = out_ptr + (first + p).to(tl.int64)[None, :] * I + o[:, None]
         tl.store(
@@ -261,11 +266,18 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
     waits: the launch before made the inner states, the one before that the tiles."""
+    FORMAT: tl.constexpr = (BITS, FLOATS, TOTAL, SCALES, ROWS, GROUPED, SCALE)
     p, o, i = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     tile_ptrs = tile_ptr + tl.program_id(0) * 3
     expert = load_settled(tile_ptrs, True, 0)
@@ -292,7 +304,7 @@ def _down_kernel(
         if unit_ptr is not None:
             sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
         if bias_ptr is not None:
-            sums += tl.load(bias_ptr + expert * H + o, mask=there, other=0).to(tl.float32)[:, None]
+            sums = _add_bias(sums, bias_ptr + expert * H + o, there)
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
         if ADDED:
             used = tl.load(tile_ptr + tiles * 3)
@@ -315,8 +327,8 @@ def _add_products(
     TOTAL: tl.constexpr = FORMAT[2]
     SCALES: tl.constexpr = FORMAT[3]
     ROWS: tl.constexpr = FORMAT[4]
-    SCALE: tl.constexpr = FORMAT[5]
-    GROUPED: tl.constexpr = FORMAT[6]
+    GROUPED: tl.constexpr = FORMAT[5]
+    SCALE: tl.constexpr = FORMAT[6]
     weight_ptr, scale_ptr, zero_ptr = stored
     if BITS == 16:
         weight_ptrs = weight_ptr + row[:, None] * INPUTS + at[None, :]
@@ -340,6 +352,13 @@ def _add_products(
         else:
             scale = tl.load(scale_ptr + row // ROWS, mask=there, other=0).to(tl.float32)
         return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
+
+
+@triton.jit
+def _add_bias(sums, ptrs, there):
+    """A plain addition would become the product's, before all others, where there is one step: see ``add_step``."""
+    bias = tl.load(ptrs, mask=there, other=0).to(tl.float32)
+    return tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), tl.broadcast_to(bias[:, None], sums.shape))
 
 
 @triton.jit

@@ -155,7 +155,7 @@ def _route_kernel(
     logits = tl.where(there[None, :], logits, float("-inf"))
     if SOFTMAX:
         score = tl.exp(logits - tl.max(logits, 1)[:, None])
-        score = score / tl.sum(score, 1)[:, None]
+        score = score / _row_sums(score)[:, None]
     else:
         score = 1 / (1 + tl.exp(-logits))
     wish = score
@@ -173,7 +173,7 @@ def _route_kernel(
         wish = tl.where(hit, float("-inf"), wish)
     weight = tl.where(chosen, score, 0.0)
     if NORMALIZE:
-        weight = weight / (tl.sum(weight, 1) + 1e-20)[:, None]
+        weight = weight / (_row_sums(weight) + 1e-20)[:, None]
     chosen = chosen & here
     taken = chosen.to(tl.int32)
     rank = t.to(tl.int64)[:, None] * K + tl.cumsum(taken, 1) - taken
@@ -224,6 +224,15 @@ def _times(
     if not SAME:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     return tl.dot(x, weight, sums, input_precision="ieee")
+
+
+@triton.jit
+def _row_sums(x):
+    """Return sums of rows that are not negative. They are of integers, up to 2^40 for the largest number: a sum of
+    floats would have the order of a layout, which the compiler chooses for each kernel."""
+    top = tl.maximum(tl.max(x, 1), 1e-30)
+    sums = tl.sum((x / top[:, None] * 1099511627776.0).to(tl.int64), 1)
+    return sums.to(tl.float32) * (top * 9.094947017729282e-13)
 
 
 @triton.jit

@@ -75,6 +75,7 @@ def weight_of_floats(
     """Return a step's weight ``[O, 128]`` without the outputs' units. ``words``: int32 ``[O, 16]``; ``scale_ptrs``: to
     each output's first int32 of the bytes of four groups, the next of which is ``TOTAL`` later."""
     ROWS: tl.constexpr = words.shape[0]
+    PAIRED: tl.constexpr = _COMPILED and dtype.primitive_bitwidth == 16
     EACH: tl.constexpr = 32 // GROUP  # scales of a word, and words with scales of a step
     many = step * EACH + tl.arange(0, EACH)
     scales = tl.load(scale_ptrs[:, None] + many[None, :] * TOTAL, mask=there[:, None])
@@ -82,7 +83,7 @@ def weight_of_floats(
     first = tl.arange(0, 4 // EACH) * EACH
     low = tl.broadcast_to(_factors(scales, first, dtype), words.shape)
     high = tl.broadcast_to(_factors(scales, first + (EACH - 1), dtype), words.shape)
-    if _COMPILED:
+    if PAIRED:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _BFLOAT_PAIRS if dtype == tl.bfloat16 else _HALF_PAIRS,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
@@ -98,17 +99,17 @@ def weight_of_floats(
         g, h = _number(words, high, 3, 0), _number(words, high, 3, 16)
     halves = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
     ordered = tl.reshape(tl.permute(halves, (0, 2, 5, 4, 1, 3)), (ROWS, 128))
-    return ordered.to(dtype, bitcast=True) if _COMPILED else ordered.to(dtype)
+    return ordered.to(dtype, bitcast=True) if PAIRED else ordered.to(dtype)
 
 
 @triton.jit
 def _factors(scales, byte, dtype: tl.constexpr):
     """Return ``[O, 1, 4]``, for each of a thread's words a factor of one of its groups' two floats; as a float32 if not
-    compiled."""
+    of 16 bits."""
     ROWS: tl.constexpr = scales.shape[0]
     wide = tl.broadcast_to(scales[:, :, None], (ROWS, scales.shape[1], byte.shape[0]))
     byte = tl.broadcast_to(byte[None, None, :], wide.shape)
-    if _COMPILED:
+    if _COMPILED and dtype.primitive_bitwidth == 16:
         made = tl.inline_asm_elementwise(
             _BFLOAT_FACTOR if dtype == tl.bfloat16 else _HALF_FACTOR,
             "=r,r,r",

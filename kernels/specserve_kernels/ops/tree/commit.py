@@ -108,7 +108,7 @@ def _move_kernel(
     layer = (tl.program_id(1) // tables).to(tl.int64)
     pages_ptr += (tl.program_id(1) % tables).to(tl.int64) * table_stride
     block = tl.program_id(2)
-    s = tl.arange(0, SP)
+    s = tl.arange(0, SP)[:, None]
     inside = s < columns
     place = tl.load(place_ptr + b * columns + s, mask=inside, other=-1)
     source_place = tl.load(source_place_ptr + b * columns + s, mask=inside, other=-1)
@@ -117,13 +117,11 @@ def _move_kernel(
     source_page = tl.load(pages_ptr + source_place // PAGE, mask=moves, other=0)
     x = (block // PARTS) * BLOCK + tl.arange(0, BLOCK)
     base = group_ptr + layer * layer_stride + (block % PARTS).to(tl.int64) * part_stride + x[None, :]
-    mask = moves[:, None] & (x < width)[None, :]
-    value = tl.load(
-        base + (source_page * page_stride + source_place % PAGE * offset_stride)[:, None], mask=mask
-    )
+    mask = moves & (x < width)[None, :]
+    value = tl.load(base + (source_page * page_stride + source_place % PAGE * offset_stride), mask=mask)
     # One node's target may be another's source: all warps must read before any writes.
     tl.debug_barrier()
-    tl.store(base + (page * page_stride + place % PAGE * offset_stride)[:, None], value, mask=mask)
+    tl.store(base + (page * page_stride + place % PAGE * offset_stride), value, mask=mask)
 
 
 @triton.jit(
