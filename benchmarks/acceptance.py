@@ -23,9 +23,11 @@ from torch import Tensor
 import specserve.datastore
 from benchmarks.common import (
     CODE_TOKENS,
+    Drafting,
     Shape,
     encode,
     load_prompts,
+    parse_drafting,
     run_prompts,
     shape_settings,
     tokens_per_step,
@@ -34,6 +36,7 @@ from benchmarks.results import Figures, keep_rows, options, run_command
 from examples.bundled_model.dialogues import Shares, dialogues
 from examples.bundled_model.stdlib_text import modules
 from specserve import LLM, SamplingParams
+from specserve.config.paths import BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
 from specserve.constraints.masks import Masks
 from specserve.grammar import choice
@@ -95,26 +98,36 @@ def rounding(weights: str) -> Iterator[str]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
-    rows = load_prompts()
-    for (algorithm, shape), target, rounded in product(SHAPES, args.quantization, args.weights):
-        settings: dict[str, Any] = shape_settings(shape) | {"quantization": target}
+    rows, first = load_prompts(), dict[tuple[str, float], list[list[int]]]()
+    cases: list[tuple[str, Drafting]] = [*SHAPES]
+    if args.shapes:
+        cases = [("EAGLE3" if shape else NONE, shape) for shape in args.shapes]
+    for (algorithm, shape), target, rounded in product(cases, args.quantization, args.weights):
+        settings: dict[str, Any] = {"model_path": args.model, "quantization": target, **shape_settings(shape)}
+        settings |= {"speculative_algorithm": algorithm, "max_running_requests": args.batch}
+        if shape and args.eagle3:
+            settings["speculative_draft_model_path"] = args.eagle3
         with (
             rounding(rounded) as settings["speculative_draft_quantization"],
-            LLM(speculative_algorithm=algorithm, max_running_requests=args.batch, **settings) as llm,
+            LLM(**settings) as llm,
         ):
             for temperature in args.temperatures:
-                for how in GUESSES if temperature else GUESSES[:1]:
-                    with guessing(how):
+                for how in GUESSES if temperature and not args.shapes else GUESSES[:1]:
+                    clock = Clock()
+                    with guessing(how), clock.running():
                         outputs = run_prompts(llm, rows, temperature=temperature)
                     texts = list(zip(outputs, rows, strict=True))
+                    ids = [output.token_ids for output in outputs]
                     yield {
                         **{"algorithm": algorithm, "shape": shape, "target": target, "weights": rounded},
                         **{"temperature": temperature, "guesses": how},
                         "accepted share": sum(o.speculation.accepted for o in outputs)
-                        / sum(o.speculation.drafted for o in outputs),
+                        / max(sum(o.speculation.drafted for o in outputs), 1),
                         "all": tokens_per_step(outputs),
                         "dialogue": tokens_per_step([o for o, r in texts if "messages" in r]),
                         "code": tokens_per_step([o for o, r in texts if "prompt" in r]),
+                        "tokens_per_second": sum(map(len, ids)) / clock.seconds,
+                        "same": sum(map(list.__eq__, ids, first.setdefault((target, temperature), ids))),
                     }
 
 
@@ -123,15 +136,21 @@ def main() -> None:
 
         python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8 int4]
             [--quantization none fp8 int8 int4] [--output FILE]
+        python -m benchmarks.acceptance --model MODEL --eagle3 DRAFT --shapes off 3,1,4 5,4,16 adaptive [--batch 1]
 
     A step is one target forward that emitted tokens, without prefill; the bonus token counts. The texts are the
-    same for every row of a temperature (drafting never changes a token), so the rows compare only drafting.
+    same for every row of a temperature (drafting never changes a token), so the rows compare only drafting: ``same``
+    counts those of the first one. Tokens per second are by the wall clock, prefill included. ``--shapes``: of EAGLE-3,
+    which guesses as the server does, instead of the table's.
     ``--weights``: quantization of the draft; int4, which no server drafts in, is that of ``--quantization int4``.
     ``--quantization``: that of the target, which has its own texts.
     """
     parser = options(main.__doc__)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--model", default=str(BUNDLED_MODEL), help="another one needs --eagle3 and --shapes")
+    parser.add_argument("--eagle3", help="directory of its EAGLE-3 draft; not set: the bundled model's")
+    parser.add_argument("--shapes", nargs="+", type=parse_drafting, help="steps,topk,tokens, off or adaptive")
     parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8", "int4"), default=["none"])
     parser.add_argument("--quantization", nargs="+", choices=("none", *ROUNDED), default=["none"])
     args = parser.parse_args()

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -89,7 +90,9 @@ def test_a_model_asks_itself(tmp_path: Path) -> None:
     with LLM() as llm:
         asked = questions(llm, 6)
         assert len(asked) == len(set(asked)) > 3
-        kept = write_answers(llm, asked[:3], 40, tmp_path / "answers.npz")
+        with patch.object(llm, "chat", wraps=llm.chat) as chat:
+            kept = write_answers(llm, asked[:3], 40, tmp_path / "answers.npz", (0.0, 0.5))
+        assert [each.temperature for each in chat.call_args.args[1]] == [0.0, 0.5, 0.0]
         end = llm.get_tokenizer().eos_token_id
     data = np.load(tmp_path / "answers.npz")
     tokens, mask, starts = data["tokens"], data["mask"], data["starts"]

@@ -1,10 +1,10 @@
 """Let a chat model ask itself questions and answer them: data for a draft, where there are no prompts.
 
-    python -m examples.smollm2.conversations MODEL answers.npz [--count 6000] [--max-tokens 512]
+    python -m examples.smollm2.conversations MODEL answers.npz [--count 6000] [--max-tokens 512] [--temperatures 0 1]
 
 A chat model that is given the beginning of a user's message writes one (Xu et al., "Magpie", arXiv 2406.08464).
-Questions are sampled at temperature 1, answered as the model's own values say, and those without an end are left out.
-The file is one of docs/training.md.
+Questions are sampled at temperature 1. Answers have the model's own values, or these temperatures in turn: give those
+that the draft will be used at. Answers without an end are left out. The file is one of docs/training.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from specserve import LLM, SamplingParams
@@ -29,10 +30,13 @@ def questions(llm: LLM, count: int) -> list[str]:
     return [*dict.fromkeys(text for text in ended if text)]
 
 
-def write_answers(llm: LLM, asked: Sequence[str], most: int, output: Path) -> int:
+def write_answers(
+    llm: LLM, asked: Sequence[str], most: int, output: Path, temperatures: Sequence[float] = ()
+) -> int:
     """Return how many conversations were kept."""
-    params = llm.get_default_sampling_params()
-    params.max_tokens = most
+    own = msgspec.structs.replace(llm.get_default_sampling_params(), max_tokens=most)
+    turns = [msgspec.structs.replace(own, temperature=each) for each in temperatures] or [own]
+    params = [turns[index % len(turns)] for index in range(len(asked))]
     prompts = [[{"role": "user", "content": text}] for text in asked]
     answers = [each for each in llm.chat(prompts, params, use_tqdm=True) if each.finish_reason == "stop"]
     tokens = [[*each.prompt_token_ids, *each.token_ids] for each in answers]
@@ -50,10 +54,11 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[])
     args = parser.parse_args()
     with LLM(args.model) as llm:
         asked = questions(llm, args.count)
-        kept = write_answers(llm, asked, args.max_tokens, args.output)
+        kept = write_answers(llm, asked, args.max_tokens, args.output, args.temperatures)
     print(f"{len(asked)} questions, {kept} answers that end within {args.max_tokens} tokens")
 
 
