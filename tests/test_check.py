@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.shapes import SHAPES
 from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.config.paths import resolve_paths
@@ -385,6 +386,44 @@ def test_a_model_that_does_not_fit(
     assert "cpu has 0.0 GiB" in report["problems"][0]
 
 
+def test_a_plan_for_gpus_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R1 with its first layer of experts alone, of which each of 8 ranks has an eighth in FP8. Where these
+    tests run, it could not be loaded."""
+    config = {**SHAPES["deepseek-r1-6-layers"], "num_hidden_layers": 4, "n_routed_experts": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 1}))
+    argv = ["--model-path", str(tmp_path), "--load-format", "dummy", "--skip-tokenizer-init", "--json"]
+    plan = [*argv, "--context-length", "4096", "--device-memory"]
+    assert main([*plan, "16GB", "--tp", "8"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "2048 channels of an expert: 256 each" in report["ranks"]
+    assert "1 latent in the KV cache: 1 each, 8 have the same" in report["ranks"]
+    memory = report["memory"]
+    dense, experts = 3 * 3 * 7168 * 18432 / 8, 257 * 3 * 7168 * 2048 / 8
+    attention = 4 * (7168 * (1536 + 576) + (1536 * 192 + 512 * 256 * 2 + 7168 * 128) * 128 / 8)
+    vocabulary = 2 * 2 * 7168 * 129280 / 8
+    router = 2 * 7168 * 256
+    assert memory["weights"] == pytest.approx(dense + experts + attention + vocabulary + router, rel=0.005)
+    assert memory["whole"] == pytest.approx(4 * 7168 * (1536 + 576) + router, rel=0.05)
+    assert memory["pool_tokens"] == pytest.approx((0.85 * 16e9 - memory["weights"]) / 4608, abs=16)
+    assert not memory["loaded"]
+    assert main([*plan, "16GB", "--tp", "8", "--ep-size", "8"]) == 0
+    whole_experts = json.loads(capsys.readouterr().out)
+    assert "256 experts: 32 each" in whole_experts["ranks"]
+    assert whole_experts["memory"]["whole"] == memory["whole"]
+    assert main([*plan, "16GB"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["memory"]["whole"]) == ([], 0)
+    assert "cuda has 14.9 GiB, over 29.7 GiB are needed" in found["problems"][0]
+    for more, words in (
+        (["8"], "must be a size such as 80GiB or 80GB, found '8'"),
+        (["8GiB", "--device", "cpu"], "--device must be auto or cuda, found cpu"),
+        (["8GiB", "--perplexity", "text"], "loads nothing, so --perplexity can't be used"),
+        (["8GiB", "--tp", "3"], "num_attention_heads must be a multiple of it, found 3 and 128"),
+    ):
+        assert main([*plan, *more]) == 2
+        assert words in json.loads(capsys.readouterr().out)["error"]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -402,12 +441,13 @@ def test_what_cannot_be_loaded(argv: list[str], words: str, capsys: pytest.Captu
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     report = CheckReport(["device = cpu"], ["a problem"], ["a remark"])
     report.memory = MemoryUse(
-        "cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30, 2000, 7
+        "cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30, 2000, 7, 2, 2**30
     )
     report.acceptance = Acceptance(6, 100, 500, 200, 3.0, [0.9, 0.5], 5)
     text = report.text()
     for words in (
         "problems\n  a problem", "weights       16.00 GiB, at most 17.00 GiB while",
+        "1.00 GiB of them are the same on each rank",
         "1000 tokens of 128.00 KiB", "CUDA graphs   1.00 MiB",
         "7 requests as long as the context at a time, one of 2000 tokens",
         "3.00 tokens a step", "or more: 0.90 0.50", "5 of 6 texts", "problems: 1",

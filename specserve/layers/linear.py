@@ -87,7 +87,7 @@ class Linear(Projection, nn.Linear):
         inputs, found = self.inputs, list[dict[str, Cut]]()
         for outputs, part in zip(self.parts.values() or [self.out_features], self.stored(), strict=True):
             sizes = {"weight": (whole_of(outputs), whole_of(inputs)), "bias": (whole_of(outputs),)}
-            whole = {name: torch.empty(sizes[name], device="meta") for name in part}
+            whole = {name: torch.empty((), device="meta").expand(sizes[name]) for name in part}  # no memory
             cuts = {
                 name: cut_of(whole[name], whole[name], each, outputs, inputs) for name, each in part.items()
             }

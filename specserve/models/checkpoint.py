@@ -99,14 +99,16 @@ def _stored(module: nn.Module) -> Iterator[_Stored]:
         if seen.issuperset(own.values()):
             continue  # no parameters, or tied ones
         seen.update(own.values())
-        stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [(path, own)]
+        stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [
+            (path, {kind: each.detach() for kind, each in own.items()})
+        ]
         if isinstance(child, Projection):
             outside, _, name = path.rpartition(".")
             parts = [_join(outside, part) for part in child.parts or [name]]
             stored = zip(parts, child.stored(), strict=True)
         stored = list(stored)
         cuts = child.cuts() if isinstance(child, Projection) else [_cuts(own, getattr(child, "shares", {}))]
-        named = [{_join(at, kind): each.detach() for kind, each in found.items()} for at, found in stored]
+        named = [{_join(at, kind): each for kind, each in found.items()} for at, found in stored]
         places = [at for at, _ in stored]
         cut = {
             _join(at, kind): each
@@ -132,16 +134,17 @@ def _join(*names: str) -> str:
 
 def load_parameters(
     module: nn.Module, files: TensorFiles, rename: Callable[[str], str] = lambda name: name
-) -> None:
+) -> list[str]:
     """Fill every parameter of ``module``, converting to its dtype and device. Each projection is prepared as soon as it
-    is read, so that few of them are held in two forms.
+    is read, so that few of them are held in two forms. Return the tensors' names inside the module.
 
     ``rename`` turns a name inside the module into a canonical one. Raises ValueError, before anything is read, naming
     the file and a tensor that is missing or has the wrong shape or dtype.
     """
-    stored, inference = list(_stored(module)), torch.is_inference_mode_enabled()
+    stored, inference, names = list(_stored(module)), torch.is_inference_mode_enabled(), list[str]()
     for each in stored:
         for name, target in itertools.chain.from_iterable(part.items() for part in each.parts):
+            names.append(name)
             if not (each.on_meta and target.is_meta):
                 files.check(rename(name), target, each.cuts.get(name))
     begin = time.perf_counter()
@@ -158,6 +161,7 @@ def load_parameters(
             seconds,
             size / 1e9 / seconds,
         )
+    return names
 
 
 _INIT = (Tensor.uniform_, Tensor.normal_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
@@ -206,18 +210,16 @@ def load_target(
             model = model_class(config.architecture, model_path)(config.on(ranks), positions)
         except ValueError as error:
             raise ValueError(f"{model_path}: {error}") from None
-    stored = {
-        name: ".".join(model.renamed.get(part, part) for part in name.split("."))
-        for name in file_tensors(model)
-    }
-    known = {*stored.values(), *([_HEAD] if config.tie_word_embeddings else [])}
     only_head = config.tie_word_embeddings and _HEAD in files and _EMBEDDING not in files
-    load_parameters(
-        model,
-        files,
-        lambda name: _HEAD if only_head and name == _EMBEDDING else stored[name],
+
+    def rename(name: str) -> str:
+        return ".".join(model.renamed.get(part, part) for part in name.split("."))
+
+    names = load_parameters(
+        model, files, lambda name: _HEAD if only_head and name == _EMBEDDING else rename(name)
     )
     if device.type != "meta":  # without data, not even the weights' format may be that of the files
+        known = {*map(rename, names), *([_HEAD] if config.tie_word_embeddings else [])}
         _warn_of_unread(model, known, files)
     return model
 

@@ -155,7 +155,7 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     # Zero points of symmetric weights are 0, and shapes are known from the other tensors.
     unread = (*ACTIVATION_SCALES, "input_global_scale", *KV_SCALES, "weight_zero_point", "weight_shape")
     if not groups:
-        return StoredWeights("compressed-tensors", (), unread)
+        return StoredWeights("compressed-tensors", {}, unread)
     return stored_weights("compressed-tensors", layouts, unread)
 
 

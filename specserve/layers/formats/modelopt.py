@@ -33,7 +33,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
     if fields.get("quant_algo") is None:
         cache = fields.get("kv_cache_quant_algo") == "FP8" or fields.get("kv_cache_scheme")
         if cache and not modules_with(names, "weight_scale"):
-            return StoredWeights("modelopt", (), unread)
+            return StoredWeights("modelopt", {}, unread)
         raise ValueError(f"quantization_config: quant_algo must be {', '.join(_ALGORITHMS)}, found none")
     algorithm = one_of(fields, "quant_algo", _ALGORITHMS)
     if algorithm in _NVFP4:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from math import gcd
 from typing import Any, Protocol, TypeVar
 
@@ -89,9 +89,9 @@ class StoredProjection(Projection):
         self.inputs = inputs
         self.plain: Linear | None = None
         self.apart: Joined | None = None
-        self._files = nn.ModuleList()
+        self._files = nn.ModuleDict()  # by number of outputs: thousands of experts have the same
         with torch.device("meta"):
-            for outputs in parts.values():
+            for outputs in set(parts.values()):
                 tensors = layout.tensors(outputs, inputs)
                 if bias:
                     tensors["bias"] = torch.empty(outputs)
@@ -99,7 +99,7 @@ class StoredProjection(Projection):
                     name: each.new_empty(()).expand_as(each) for name, each in tensors.items()
                 }  # no memory
                 parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in shapes.items()}
-                self._files.append(nn.ParameterDict(parameters))
+                self._files[str(outputs)] = nn.ParameterDict(parameters)
         if any(part["weight"].dtype == FP8 for part in self.stored() if "weight" in part):
             check_capability(self._device)
 
@@ -112,26 +112,28 @@ class StoredProjection(Projection):
         return self.apart or self.plain
 
     def stored(self) -> list[dict[str, Tensor]]:
-        return [dict(part.named_parameters()) for part in self._files]
+        found = {
+            size: {name: each.detach() for name, each in part.named_parameters()}
+            for size, part in self._files.items()
+        }
+        return [found[str(outputs)] for outputs in self.parts.values()]
 
     def cuts(self) -> list[dict[str, Cut]]:
-        found = list[dict[str, Cut]]()
-        for outputs, part in zip(self.parts.values(), self.stored(), strict=True):
-            if (
-                not isinstance(self.inputs, Share)
-                and self.layout == self._filed
-                and outputs == whole_of(outputs)
-            ):
-                found.append({})
-                continue
-            sizes = whole_of(outputs), whole_of(self.inputs)
-            with torch.device("meta"):
-                bias = {"bias": torch.empty(sizes[0])} if self._bias else {}
-                filed, fitted = (each.tensors(*sizes) | bias for each in (self._filed, self.layout))
-            shares = outputs, self.inputs, self.layout.split
-            cuts = {n: cut_of(filed[n], fitted[n], each, *shares) for n, each in part.items()}
-            found.append({name: cut for name, cut in cuts.items() if cut is not None})
-        return found
+        places = [(whole_of(outputs), *ranges_of(outputs)) for outputs in self.parts.values()]
+        distinct = dict(zip(places, zip(self.parts.values(), self.stored(), strict=True), strict=True))
+        found = {place: self._cuts(*each) for place, each in distinct.items()}
+        return [found[place] for place in places]
+
+    def _cuts(self, outputs: int, part: Mapping[str, Tensor]) -> dict[str, Cut]:
+        if not isinstance(self.inputs, Share) and self.layout == self._filed and outputs == whole_of(outputs):
+            return {}
+        sizes = whole_of(outputs), whole_of(self.inputs)
+        with torch.device("meta"):
+            bias = {"bias": torch.empty(sizes[0])} if self._bias else {}
+            filed, fitted = (each.tensors(*sizes) | bias for each in (self._filed, self.layout))
+        shares = outputs, self.inputs, self.layout.split
+        cuts = {name: cut_of(filed[name], fitted[name], each, *shares) for name, each in part.items()}
+        return {name: cut for name, cut in cuts.items() if cut is not None}
 
     def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
         del self._files
@@ -331,29 +333,28 @@ class Joined(Projection):
         return (weight_OI, bias_O) if ids_R is None else pick_rows(weight_OI, bias_O, ids_R)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredWeights(WeightFormat):
-    """``layouts``: those of the quantized modules by name without ``model.``, in order, none if only the KV cache is
-    quantized; all other modules are plain. ``unread``: tensors that ``dialect`` writes and nothing reads, as in
+    """``layouts``: those of the quantized modules by name without ``model.``, none if only the KV cache is quantized;
+    all other modules are plain. ``unread``: tensors that ``dialect`` writes and nothing reads, as in
     ``WeightFormat``."""
 
     dialect: str
-    layouts: tuple[tuple[str, Layout], ...]
+    layouts: Mapping[str, Layout] = field(hash=False)
     unread: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def unit(self) -> int:
-        return LEAST_GROUP if any(getattr(layout, "group", 0) for _, layout in self.layouts) else 1
+        return LEAST_GROUP if any(getattr(layout, "group", 0) for layout in self.layouts.values()) else 1
 
-    @property
+    @cached_property
     def words(self) -> str:
-        kinds = dict.fromkeys(layout.words for _, layout in self.layouts)
+        kinds = dict.fromkeys(layout.words for layout in self.layouts.values())
         return f"{self.dialect}: {', '.join(kinds)}" if kinds else ""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         """Return one projection if all parts are stored in the same way, otherwise one for each part."""
-        layouts = dict(self.layouts)
-        found = [layouts.get(f"{name}.{part}" if name else part) for part in parts]
+        found = [self.layouts.get(f"{name}.{part}" if name else part) for part in parts]
 
         def make(layout: Layout | None, of: Mapping[str, int]) -> Projection:
             if layout is None:
@@ -374,7 +375,7 @@ def stored_weights(dialect: str, layouts: Mapping[str, Layout], unread: Sequence
     """Return the format. Raises ValueError if no module is quantized."""
     if not layouts:
         raise ValueError(f"quantization_config says {dialect}, but the files hold no weight with scales")
-    return StoredWeights(dialect, tuple(sorted(layouts.items(), key=lambda item: item[0])), tuple(unread))
+    return StoredWeights(dialect, layouts, tuple(unread))
 
 
 def one_of(config: Mapping[str, Any], field: str, accepted: Collection[object]) -> Any:

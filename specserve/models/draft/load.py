@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import pack_linears, quantize_linears
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
-from specserve.models.checkpoint import building, file_tensors, load_parameters, unread_ends
+from specserve.models.checkpoint import building, load_parameters, unread_ends
 from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.tensor_files import TensorFiles
 
@@ -123,8 +123,7 @@ def load_draft(
     """
     with building(target.dtype, target.device):
         module = make(source, target)
-    parameters = [*file_tensors(module)]  # some have others once they are loaded
-    load_parameters(module, source.files, source.stored)
+    parameters = load_parameters(module, source.files, source.stored)
     source.note_unread(parameters, unread_ends(target.config))
     for note in source.notes:
         log.info("%s", note)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import own_options
 from specserve.config.speculation import SHAPE
+from specserve.engine.memory import DeviceMemory
 from specserve.engine.shapes import cut
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.experts import Experts
@@ -35,6 +37,7 @@ from specserve.tools.check.report import CheckReport
 log = logging.getLogger(__name__)
 
 PROGRAM = "python -m specserve.check"
+SIZE = "--device-memory"
 MEASURED_SHAPE = (5, 4, 8)  # used when no shape is given, because acceptance by position needs a fixed one
 
 
@@ -67,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
     parser.add_argument("--no-run", action="store_true", help="Only load; do not measure acceptance.")
+    parser.add_argument(
+        SIZE,
+        metavar="SIZE",
+        help="Of a GPU, such as 80GiB: plan for GPUs of this size, without any and without loading.",
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="Prompts to measure with, one per line.")
     parser.add_argument(
         FLAG,
@@ -82,17 +90,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(given: Settings, options: argparse.Namespace, report: CheckReport) -> None:
     """Fill the report as far as possible. Raises ValueError for what can't be loaded."""
-    prompts = read_prompts(options.prompts)
+    prompts, there = read_prompts(options.prompts), _planned(given, options)
+    if there is not None:
+        given = replace(given, device="cuda")
     with _collected_logs(report.choices):
         settings, _, config = resolve_engine(
-            _with_shape(replace(given, speculative_synthetic_acceptance=None)), with_front=True
+            _with_shape(replace(given, speculative_synthetic_acceptance=None)), True, True if there else None
         )
         tokenizer = None
         if not settings.skip_tokenizer_init:
             tokenizer = Tokenizer.load(
                 str(config.tokenizer_path), settings.trust_remote_code, settings.chat_template
             )
-        find_mismatches(config, tokenizer, report)
+        find_mismatches(config, tokenizer, report, there)
+        if there is not None:
+            return
         text = None if options.perplexity is None else read_tokens(options.perplexity, tokenizer)
         if text is not None and config.tensor_parallel_size > 1:
             raise ValueError(f"{FLAG}: --tensor-parallel-size must be 1")
@@ -113,6 +125,21 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
     del engine
     if text is not None and report.perplexity is not None:
         report.perplexity = compare(report.perplexity, config, given, text)
+
+
+def _planned(given: Settings, options: argparse.Namespace) -> DeviceMemory | None:
+    """Return the memory of the GPU to plan for, None: load. Raises ValueError naming the flag that does not fit."""
+    if options.device_memory is None:
+        return None
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", options.device_memory)) is None:
+        raise ValueError(f"{SIZE}: must be a size such as 80GiB or 80GB, found {options.device_memory!r}")
+    if given.device == "cpu":
+        raise ValueError(f"{SIZE} is of a GPU: --device must be auto or cuda, found cpu")
+    for flag, value in (("--prompts", options.prompts), (FLAG, options.perplexity)):
+        if value is not None:
+            raise ValueError(f"{SIZE} loads nothing, so {flag} can't be used")
+    size = int(float(found[1]) * {"GiB": 2**30, "GB": 10**9}[found[2]])
+    return DeviceMemory(size, size)
 
 
 def _with_shape(given: Settings) -> Settings:

@@ -13,11 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specserve.config.engine import EngineConfig
-from specserve.engine.memory import device_memory, host_tokens
+from specserve.engine.memory import DeviceMemory, device_memory, host_tokens
 from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.kv.pool import PoolConfig
+from specserve.layers.experts import Experts
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
+from specserve.layers.ranks import Share
+from specserve.layers.weights import Projection
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, fitting, shape_plan
@@ -25,6 +29,7 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.tools.check.report import MemoryUse
 
+_KV_HEADS, _LATENT = "KV heads", "latent in the KV cache"  # which several ranks may have
 _SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 
@@ -44,10 +49,13 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
     """Return the memory of an engine whose pool has so many pages."""
     config, seen = context.pool.config, set[int]()
     use = config.use(pages, context_length)
+    assert isinstance(context.target, nn.Module)
+    shared = set(map(id, _shared(context.target)))
     return MemoryUse(
         device=str(context.state.device),
         loaded=True,
         weights=count_bytes([context.target], seen),
+        whole=count_bytes([context.target], shared) if ranks > 1 else 0,
         draft=count_bytes(_parts(context.drafter), seen),
         kv_per_token=config.whole_page_bytes // config.page_size,
         pool_tokens=use.tokens_without_groups,
@@ -60,18 +68,23 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
     )
 
 
-def expected_memory(config: EngineConfig) -> MemoryUse:
-    """Return the memory of an engine assembled on the meta device. A refused draft counts as nothing."""
+def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> MemoryUse:
+    """Return the memory of an engine assembled on the meta device. ``there``: that of a device to plan for.
+    Without it a refused draft counts as nothing; with it, raises ValueError."""
     try:
         context = _assemble_shapes(config)
     except ValueError:  # reported by _draft or by loading
+        if there is not None:
+            raise
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
+    target = context.target
+    assert isinstance(target, TargetModel)
     sizes = config.context_length, config.tensor_parallel_size
     found = _memory_of(context, context.pool.num_pages, *sizes)
     pool, states = context.pool.config, context.states
     if config.snapshots is None:
         context = replace(context, snapshots=None)
-    pages = _pool_pages(config, pool, found.weights + found.draft + _states(context))
+    pages = _pool_pages(config, pool, found.weights + found.draft + _states(context), there)
     expected, kept = _memory_of(context, pages, *sizes), 0
     if config.snapshots is None and states is not None:
         kept = fitting(config, pool, pages, states) * states.nbytes // states.rows
@@ -81,7 +94,7 @@ def expected_memory(config: EngineConfig) -> MemoryUse:
         device=config.device,
         loaded=False,
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
-        loading=found.weights + _temporary(config),
+        loading=found.weights + _temporary(config, target.layers),
     )
 
 
@@ -89,11 +102,15 @@ def _states(context: Context) -> int:
     return sum(each.nbytes for each in (context.states, context.snapshots) if each is not None)
 
 
-def _temporary(config: EngineConfig) -> int:
-    """Return how much more than the target's weights loading takes at most: each reader prepares one projection."""
+def _temporary(config: EngineConfig, layers: Iterable[nn.Module]) -> int:
+    """Return how much more than the target's weights loading takes at most: each reader prepares one projection.
+    ``layers``: the target's, of which those like an earlier one take no more."""
+    kinds = [[(each.shape, each.dtype) for each in _tensors(layer)] for layer in layers]
+    first = max(map(kinds.index, kinds)) + 1 if config.device != "cpu" else len(kinds)
+    model = replace(config.model, layers=config.model.layers[:first])
     with (made := Allocations()):
-        dtype, model = DTYPES[config.dtype], config.model
-        target = load_target(config.model_path, dtype, torch.device("meta"), 1, model, config.place(0))
+        meta, place = torch.device("meta"), config.place(0)
+        target = load_target(config.model_path, DTYPES[config.dtype], meta, 1, model, place)
     most = made.peak - made.held
     if config.device != "cpu":
         return READERS * most
@@ -133,13 +150,13 @@ def _has_data(each: object) -> bool:
     return isinstance(each, Tensor) and each.layout == torch.strided
 
 
-def _pool_pages(config: EngineConfig, pool: PoolConfig, weights: int) -> int:
+def _pool_pages(config: EngineConfig, pool: PoolConfig, weights: int, there: DeviceMemory | None) -> int:
     """Return how many pages the pool will have. Nothing else is on a GPU yet."""
     tables, size, fraction = len(pool.layout.windows), pool.page_size, config.mem_fraction_static
     fraction /= config.tensor_parallel_size if config.device == "cpu" else 1
     tokens, page_bytes = config.max_total_tokens, (1 + config.snapshot_ratio) * pool.page_bytes
     if tokens is None:
-        memory = device_memory(config.device)
+        memory = there or device_memory(config.device)
         if config.device != "cpu":
             return max(0, int((fraction * memory.total - weights) / page_bytes))
         token, free = tables * page_bytes / size, max(0, memory.free - weights)
@@ -181,6 +198,18 @@ def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
     return total
 
 
+def _shared(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that are a rank's part of a weight."""
+    for child in module.modules():
+        for name, size in getattr(child, "shares", {}).items():
+            if isinstance(size, Share) and isinstance(own := getattr(child, name), Tensor):
+                yield own
+        sizes = (getattr(child, "inputs", 0), *child.parts.values()) if isinstance(child, Projection) else ()
+        some = isinstance(child, Experts) and len(child.numbers) < child.total
+        if some or any(isinstance(size, Share) for size in sizes):
+            yield from _tensors(child)
+
+
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield a module's weights, including packed ones, tables, and what it borrows."""
     for child in module.modules():
@@ -191,3 +220,27 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
                 yield value
             elif isinstance(value, Borrowed):
                 yield from _tensors(value.module)
+
+
+def shares(config: EngineConfig) -> Iterator[str]:
+    """Say of which sizes the first of several ranks has how much."""
+    ranks, found = config.place(0), dict[tuple[str, int], int]()
+    for layer in config.model.on(ranks).layers:
+        experts, state = layer.experts, layer.state
+        sizes = {
+            "attention heads": layer.num_heads,
+            _KV_HEADS: None if layer.latent else layer.num_kv_heads,
+            "key heads of a state": state and state.key_heads,
+            "value heads of a state": state and state.value_heads,
+            "experts": experts and experts.own,
+            "channels of an expert": experts and experts.inner_size,
+            "channels of the shared expert": experts and experts.shared_size,
+            "channels of an MLP": None if experts else layer.intermediate_size,
+        }
+        found |= {(words, size.whole): size for words, size in sizes.items() if isinstance(size, Share)}
+        if layer.latent:
+            found[_LATENT, 1] = 1
+    found["tokens of embedding and head", config.model.vocab_size] = ranks.vocabulary(config.model.vocab_size)
+    for (words, whole), size in found.items():
+        copies = size * ranks.count // whole if words in (_KV_HEADS, _LATENT) else 1
+        yield f"{whole} {words}: {size} each{f', {copies} have the same' if copies > 1 else ''}"

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from specserve.config.engine import EngineConfig
-from specserve.engine.memory import device_memory
+from specserve.engine.memory import DeviceMemory, device_memory
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.methods import DraftSettings
 from specserve.models.config import ModelConfig
 from specserve.models.draft.eagle_family import open_draft
 from specserve.models.draft.fields import FLAG, KINDS
 from specserve.models.read_config import end_tokens
-from specserve.tools.check.memory import expected_memory
+from specserve.tools.check.memory import expected_memory, shares
 from specserve.tools.check.report import CheckReport
 
 _NARROWER = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 2}
 
 
-def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: CheckReport) -> None:
+def find_mismatches(
+    config: EngineConfig, tokenizer: Tokenizer | None, report: CheckReport, there: DeviceMemory | None
+) -> None:
+    """Add them to the report, with the memory expected. ``there``: that of a device, None: of this machine's. Raises
+    ValueError for what can't be loaded if nothing is going to be, that is, with ``there``."""
     _dtype(config, report)
     _ends(config, report)
-    _memory(config, report)
+    if config.tensor_parallel_size > 1:
+        report.ranks += shares(config)
+    _memory(config, report, there)
     if tokenizer is not None:
         _tokenizer(tokenizer, config.model, report)
     if config.draft is not None and set(KINDS).intersection(config.draft.method.heads):
@@ -43,18 +49,22 @@ def _ends(config: EngineConfig, report: CheckReport) -> None:
         )
 
 
-def _memory(config: EngineConfig, report: CheckReport) -> None:
+def _memory(config: EngineConfig, report: CheckReport, there: DeviceMemory | None) -> None:
     try:
-        report.memory = found = expected_memory(config)
-    except ValueError:  # loading reports the error
-        return
-    there, tokens = device_memory(config.device).total, found.longest_request
+        report.memory = found = expected_memory(config, there)
+    except ValueError:
+        if there is not None:
+            raise
+        return  # loading reports the error
+    has, tokens = (there or device_memory(config.device)).total, found.longest_request
     pool = 0 if config.max_total_tokens is None else found.pool
     wanted = max(found.weights + found.draft + pool, found.loading)
-    if wanted > there or tokens == 0:
+    if tokens == 0 and config.device != "cpu":
+        wanted = max(wanted, int((found.weights + found.draft) / config.mem_fraction_static))
+    if wanted > has or tokens == 0:
         report.problems.append(
-            f"{config.device} has {there / 2**30:.1f} GiB, over {wanted / 2**30:.1f} GiB are needed: use a smaller "
-            "--dtype, model or --max-total-tokens"
+            f"{config.device} has {has / 2**30:.1f} GiB, over {wanted / 2**30:.1f} GiB are needed: use a smaller "
+            "--dtype, model or --max-total-tokens, or a larger --mem-fraction-static or --tensor-parallel-size"
         )
     elif tokens < config.context_length:
         report.problems.append(

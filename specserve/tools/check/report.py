@@ -13,7 +13,8 @@ class MemoryUse:
     """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
     most while the weights are loaded, before there is a pool; always expected. ``kv_per_token`` and ``pool_tokens``: as
     if all layers kept all tokens. ``pool``: with states of requests and prefixes. ``full_contexts``: requests as long
-    as the context that the pool holds. All are of the first of ``ranks``."""
+    as the context that the pool holds. All are of the first of ``ranks``. ``whole``: of ``weights``, those that each
+    rank has whole."""
 
     device: str
     loaded: bool
@@ -27,6 +28,7 @@ class MemoryUse:
     longest_request: int
     full_contexts: int
     ranks: int = 1
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,13 @@ class Perplexity:
 
 @dataclass(slots=True)
 class CheckReport:
-    """``problems`` should be fixed; ``remarks`` are mismatches that may be intended."""
+    """``problems`` should be fixed; ``remarks`` are mismatches that may be intended. ``ranks``: what of the model each
+    has."""
 
     choices: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
     memory: MemoryUse | None = None
     acceptance: Acceptance | None = None
     perplexity: Perplexity | None = None
@@ -81,6 +85,7 @@ class CheckReport:
         yield from _section("choices", self.choices)
         yield from _section("problems", self.problems)
         yield from _section("remarks", self.remarks)
+        yield from _section("ranks", self.ranks)
         if self.memory is not None:
             yield from _section("memory", _memory(self.memory))
         if self.acceptance is not None:
@@ -106,6 +111,8 @@ def _memory(found: MemoryUse) -> Iterator[str]:
         "as loaded" if found.loaded else "expected by the shapes of the weights"
     )
     yield f"weights       {_size(found.weights)}, at most {_size(found.loading)} while they are loaded"
+    if found.whole:
+        yield f"              {_size(found.whole)} of them are the same on each rank"
     if found.draft:
         yield f"draft         {_size(found.draft)}, without what it shares with the target"
     yield f"KV pool       {_size(found.pool)}: {found.pool_tokens} tokens of {_size(found.kv_per_token)}"
