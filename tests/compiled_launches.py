@@ -45,7 +45,7 @@ from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
-from specserve_kernels.ops.recurrent.inputs import convolve, delta_decays, keep_last
+from specserve_kernels.ops.recurrent.inputs import convolve, delta_decays, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
@@ -625,9 +625,8 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
     inputs_RWC = torch.zeros(3, 3, (2 * keys + values) * size, dtype=bf16)
     rings, index_T = (*kept[1:], inputs_RWC), torch.zeros(8, dtype=torch.int64)
     left = Left(*(each.new_zeros(8, *each.shape[2:]) for each in rings))
-    runs = Runs(
-        index_T[:2], index_T[:2], index_T[:3], index_T, index_T, index_T[:, None].repeat(1, entries), 8
-    )
+    back_TE = [trace_back(parent_T, index_T, 7, entries) for parent_T in (None, index_T)][-1]
+    runs = Runs(index_T[:2], index_T[:2], index_T[:3], index_T, index_T, back_TE, 8)
     query_TJD, value_TVU = convolve(
         left.input_TC, inputs_RWC[0, 0, :, None].repeat(1, 4), inputs_RWC, runs, left
     )

@@ -33,7 +33,6 @@ from specserve_kernels.reference.recurrent.delta_rule import (
     Left,
     Runs,
     lag,
-    trace_back,
 )
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
@@ -112,6 +111,7 @@ run_experts = dispatched(_experts.run_experts)
 select_tree = dispatched(select.select_tree)
 single_nodes = dispatched(select.single_nodes)
 store_latents = dispatched(latent.store_latents)
+trace_back = dispatched(_delta_inputs.trace_back)
 
 __all__ = [
     "FP8",

@@ -16,7 +16,6 @@ from specserve_kernels.reference.recurrent.delta_rule import (
     Left,
     Runs,
     lag,
-    trace_back,
 )
 from torch import Tensor
 from torch.nn import functional as F
@@ -116,8 +115,8 @@ class Layer:
         starts = torch.tensor([0, *counts]).cumsum(0)
         local = torch.cat([torch.arange(count) for count in counts])
         slot, span = torch.repeat_interleave(torch.arange(len(rows)), starts.diff()), 2 * self.sizes.block
-        packed = None if parents is None else torch.tensor(parents).clamp(min=0)
-        back = trace_back(packed, local, self.sizes.block - 1, span)
+        packed = None if parents is None else torch.tensor(parents, device=self.device).clamp(min=0)
+        back = self.rule.trace_back(packed, local.to(self.device), self.sizes.block - 1, span).cpu()
         depth = local if parents is None else (back >= 0).sum(1) - 1
         row, length = torch.tensor(rows), torch.tensor(lengths)
         tensors = row, length, starts, row[slot], length[slot] + depth, back

@@ -17,11 +17,19 @@ from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
 from specserve_kernels.reference.recurrent.inputs import EPS
 
-_CHANNELS = 1024  # of a program
+_CHANNELS = 1024  # of a program, or tokens
 _FEW, _RUN = 256, 8  # tokens of a launch whose programs have one each, and of a program in a larger one
 _EPS = tl.constexpr(EPS)
 _READ = tl.constexpr(16)  # decays at once
 _TOKENS = 4  # of a program
+
+
+def trace_back(parent_T: Tensor | None, local_T: Tensor, levels: int, span: int) -> Tensor:
+    back_TS = local_T.new_empty(len(local_T), span)
+    _trace_back_kernel[(cdiv(len(local_T), _CHANNELS),)](
+        parent_T, local_T, back_TS, len(local_T), S=span, BLOCK=_CHANNELS, num_warps=4, **overlap()
+    )
+    return back_TS
 
 
 def convolve(
@@ -118,6 +126,26 @@ def keep_last(
         num_warps=4,
         **overlap(),
     )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _trace_back_kernel(
+    parent_ptr,  # [T], or None
+    local_ptr,  # [T]
+    back_ptr,  # out [T, S]
+    tokens,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    node = tl.where(t < tokens, t, -1)
+    for s in range(0, S):
+        tl.store(back_ptr + t * S + s, node, mask=t < tokens)
+        inner = (node >= 0) & (tl.load(local_ptr + node, mask=node >= 0, other=0) > 0)
+        above = node - 1 if parent_ptr is None else tl.load(parent_ptr + node, mask=inner, other=-1)
+        node = tl.where(inner, above, -1)
 
 
 @triton.jit(do_not_specialize=["tokens", "run"])

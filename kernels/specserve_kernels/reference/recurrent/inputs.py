@@ -13,6 +13,21 @@ from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
 EPS = 1e-6  # added to the squared length of queries and keys
 
 
+def trace_back(parent_T: Tensor | None, local_T: Tensor, levels: int, span: int) -> Tensor:
+    """Return the packed index of the token so many before each on its path, itself at 0, ``[T, span]``; -1 before the
+    pass's tokens. ``parent_T`` None: every run is a chain. ``levels``: the largest depth of a node."""
+    node_T = torch.arange(len(local_T), device=local_T.device)
+    if parent_T is None:
+        distance_S = torch.arange(span, device=local_T.device)
+        return (node_T[:, None] - distance_S).where(distance_S <= local_T[:, None], -1)
+    columns = [node_T]
+    for _ in range(min(levels, span - 1)):
+        inner_T = (columns[-1] >= 0) & (local_T[columns[-1]] > 0)
+        columns.append(parent_T[columns[-1]].where(inner_T, -1))
+    missing = node_T.new_full((len(local_T), span - len(columns)), -1)
+    return torch.cat([torch.stack(columns, 1), missing], 1)
+
+
 def convolve(
     x_TC: Tensor, weight_CK: Tensor, kept_RWC: Tensor, runs: Runs, left: Left
 ) -> tuple[Tensor, Tensor]:
