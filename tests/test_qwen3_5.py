@@ -13,8 +13,10 @@ import transformers
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
 from specserve import SamplingParams
+from specserve.config import make_settings
 from specserve.kv import states
 from specserve.models.read_config import load_model_config
+from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, make_scheduler
 from tests.reference.models import make_qwen3_5
 
@@ -78,9 +80,13 @@ def test_what_states_do_not_allow(tmp_path: Path) -> None:
     target, steps = make_qwen3_5(tmp_path), states.BLOCK
     shape = {"speculative_num_steps": steps, "speculative_eagle_topk": 1}
     shape["speculative_num_draft_tokens"] = steps + 1
-    words = f"--speculative-num-steps: Qwen3_5ForCausalLM verifies at most {steps - 1} levels, found {steps}"
-    with pytest.raises(ValueError, match=words):
-        make_scheduler(target, speculative_algorithm="NGRAM", **shape)
+    given = make_settings(
+        model_path=str(target), skip_tokenizer_init=True, speculative_algorithm="NGRAM", **shape
+    )
+    _, notes, config = resolve_engine(given)
+    assert config.shape == (steps - 1, 1, steps)
+    words = f"Qwen3_5ForCausalLM verifies at most {steps - 1} levels, {steps} were given"
+    assert f"speculation of {config.shape} (steps, topk, tokens): {words}" in notes
     window = {f"speculative_lookahead_{name}": 1 for name in ("window", "guesses")}
     with pytest.raises(
         ValueError, match=f"--speculative-lookahead-ngram, .*: .* at most {steps - 1} levels, found"

@@ -65,16 +65,16 @@ class EngineConfig:
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig, cores: int) -> EngineConfig:
-        """Build it from resolved settings. Raises ValueError for a shape deeper than the draft."""
+        """Build it from resolved settings. Raises ValueError for a shape deeper than the draft, or than the target
+        verifies."""
         same: dict[str, Any] = {
             field.name: getattr(settings, field.name) for field in fields(cls) if field.name in SETTINGS
         }
-        steps, most, flag = settings.speculative_num_steps, model.most_levels, "num-steps"
-        if (lookahead := lookahead_of(settings)) is not None:
-            (steps, *_), flag = lookahead.shape, "lookahead-ngram, --speculative-lookahead-window"
-        if steps is not None and most is not None and steps > most:
+        lookahead, most = lookahead_of(settings), model.most_levels
+        if lookahead is not None and most is not None and (steps := lookahead.shape[0]) > most:
             raise ValueError(
-                f"--speculative-{flag}: {model.architecture} verifies at most {most} levels, found {steps}"
+                "--speculative-lookahead-ngram, --speculative-lookahead-window: "
+                f"{model.architecture} verifies at most {most} levels, found {steps}"
             )
         places = {"model_path": Path(same["model_path"])}
         places["tokenizer_path"] = Path(settings.tokenizer_path or places["model_path"])

@@ -31,7 +31,7 @@ ANSWER_TOKENS = 2**20
 _OF_DYNAMIC = ("speculative_token_map_size", "speculative_token_map_interval", "speculative_token_map_start")
 
 
-def resolve_speculation(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+def resolve_speculation(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     """Return a copy with the shape set, or unset for plain decoding and the controller. Raises ValueError naming the
     flag."""
     given = [name for name in SHAPE if getattr(settings, name) is not None]
@@ -58,7 +58,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: Notes) -> Set
         raise ValueError(
             f"{_flag(given[0])} is given without {' and '.join(missing)}: give all three or none"
         )
-    return _fit(settings, notes)
+    return _fit(settings, model, notes)
 
 
 def resolve_slowdown(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
@@ -246,7 +246,7 @@ def _adaptive(settings: Settings, given: list[str], notes: Notes) -> Settings:
     return replace(settings, speculative_adaptive=True)
 
 
-def _fit(settings: Settings, notes: Notes) -> Settings:
+def _fit(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
     copies = "none" if settings.method is None else settings.method.copies
     if topk == 1 and tokens != steps + 1 and copies != "some":
@@ -256,16 +256,23 @@ def _fit(settings: Settings, notes: Notes) -> Settings:
         settings = replace(settings, speculative_num_draft_tokens=tokens)
     from specserve_kernels import tree_pool_size  # imports torch
 
-    pool = steps * topk if copies == "all" else tree_pool_size(steps, topk)
-    if copies == "some":
-        pool += MOST_COPIED * topk
+    def candidates(levels: int) -> int:
+        pool = levels * topk if copies == "all" else tree_pool_size(levels, topk)
+        return pool + MOST_COPIED * topk if copies == "some" else pool
+
+    pool, most = candidates(steps), model.most_levels
     if tokens > pool + 1:
         raise ValueError(
             f"--speculative-num-draft-tokens: {steps} steps of topk {topk} draft {pool} candidates, so at "
             f"most {pool + 1} tokens with the root, found {tokens}"
         )
     check_pool("--speculative-num-steps", steps, topk)
-    return settings
+    if most is None or steps <= most:
+        return settings
+    fewer = most, topk, min(tokens, candidates(most) + 1)
+    why = f"{model.architecture} verifies at most {most} levels, {steps} were given"
+    notes[f"speculation of {fewer} (steps, topk, tokens): {why}"] = UNUSED
+    return replace(settings, **_shape(*fewer))
 
 
 def check_pool(flag: str, steps: int, topk: int) -> None:

@@ -33,6 +33,7 @@ from specserve.tools.reference import settings_reference
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(
+    most_levels=None,
     architecture="LlamaForCausalLM",
     longest_context=(2048, "max_position_embeddings"),
     dtype="float32",
