@@ -17,7 +17,7 @@ from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
 from specserve.kv import states
 from specserve.process.assemble import resolve_engine
-from specserve.scheduler import points, prompt_chunk
+from specserve.scheduler import points, prompt_chunk, scheduler
 from specserve.scheduler.points import Snapshots
 from tests.engines import Answer, Client, answer_all, context_of, make_scheduler
 from tests.reference.models import make_qwen3_5
@@ -47,7 +47,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
         patched.setattr(states, "BLOCK", 8)
         patched.setattr(points, "INTERVAL", 32)
-        patched.setattr(points, "CLOSE", 12)
+        for module in (points, scheduler):
+            patched.setattr(module, "CLOSE", 12)
         patched.setattr(prompt_chunk, "LAUNCH_COST", 1)
         yield
 
@@ -82,7 +83,7 @@ class Engines:
 def test_points() -> None:
     """Ends of pages with 32 tokens between, and of messages: the first, those that are not close, the last. The prompt
     ends close to it."""
-    snapshots = Snapshots(1, {END})
+    snapshots = Snapshots(9, {END})
     lengths = 9, 3, 20, 2, 4, 6
     chat = [token for length in lengths for token in (*text(length - 1), END)] + text(3)
     assert snapshots.points(chat, 0, PAGE) == [8, 32, 44]
@@ -90,6 +91,7 @@ def test_points() -> None:
     assert snapshots.points(text(80), 40, PAGE) == [32, 40, 64, 76]
     assert snapshots.points(text(80), 80, PAGE) == [32, 64, 76]
     assert snapshots.points([*text(6), END], 0, 64) == []
+    assert Snapshots(4, {END}).points(text(170), 0, PAGE) == [96, 168], "half of the room"
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
@@ -126,6 +128,17 @@ def test_few_snapshots_and_pages(target: Path) -> None:
     engines.scheduler.flush_cache()
     assert not engines.scheduler.stats().snapshots_kept
     assert engines.cached(first) == [0]
+
+
+def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
+    client = Client(make_scheduler(target, page_size=PAGE, overlap_schedule="on"))
+    found = []
+    for index in range(2):
+        client.submit(str(index), text(50), PARAMS)
+        client.iterate()
+        found.append(client.scheduler.running[-1].prefilled)
+    assert found == [50, 48]
+    client.run()
 
 
 def test_aborts(target: Path) -> None:

@@ -22,7 +22,8 @@ class Snapshots:
 
     def points(self, tokens: Sequence[int], known: int, page_size: int) -> list[int]:
         """Return the points of a prompt, of which ``known`` tokens are cached, in order. A message's end between the
-        first and the last, and the prompt's, is none if it is close to one before it."""
+        first and the last, and the prompt's, is none if it is close to one before it. Those in between are further
+        apart where a long prompt would take more than half of the room."""
         most = (len(tokens) - 1) // page_size * page_size  # the last token is always computed
         after = (index for index, token in enumerate(tokens, 1) if token in self.ends)
         ends = sorted({min(end // page_size * page_size, most) for end in after})
@@ -33,4 +34,5 @@ class Snapshots:
         if not any(0 <= known - point <= page_size for point in found):
             found.add(known)
         step = max(INTERVAL // page_size, 1) * page_size
+        step *= max(1, -(-2 * (most // step) // self.room))
         return sorted((found | {*range(step, most + 1, step)}) - {0})

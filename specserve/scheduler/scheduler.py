@@ -29,6 +29,7 @@ from specserve.scheduler.limits import ATTEMPTS, Gathering, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.pipeline import InFlight, Pipeline
+from specserve.scheduler.points import CLOSE
 from specserve.scheduler.prompt_chunk import PromptChunk, fill_chunk
 from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
@@ -223,10 +224,10 @@ class Scheduler:
         return 0
 
     def _launch_prefill(self, room: int | None = None) -> int:
-        """Launch a chunk of at most ``room`` prompt tokens, None: what the limits allow, and what room it leaves where
-        prompts are cut for snapshots in others. Return the number of launches."""
+        """Launch a chunk of at most ``room`` prompt tokens, None: what the limits allow. Where it is cut for snapshots,
+        launch more, unless short ends alone would keep others from their step. Return the number of launches."""
         begun, budget = time.monotonic(), self._backoff.chunk
-        if not all(request.prefilling for request in self.running):
+        if steps := not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
         budget = budget if room is None else min(budget, room)
         chunk = fill_chunk(self.memory, self._counters, budget, self.running, self._backoff.prompts)
@@ -251,7 +252,9 @@ class Scheduler:
             self.memory.slide(request)
         self.runner.set_pages(SetPages(changed))
         self.runner.copy_states(CopyStates(kept))
-        return 1 + (self._launch_prefill(chunk.room) if kept and chunk.room else 0)
+        left = [len(request.context) - request.prefilled for request in requests]
+        more = kept and chunk.room and (not steps or max(left) >= CLOSE)
+        return 1 + (self._launch_prefill(chunk.room) if more else 0)
 
     def _prefill(self, chunk: PromptChunk) -> Launch:
         if chunk.begun:
