@@ -4,7 +4,7 @@
 
 A chat model that is given the beginning of a user's message writes one (Xu et al., "Magpie", arXiv 2406.08464).
 Questions are sampled at temperature 1. Answers have the model's own values, or these temperatures in turn: give those
-that the draft will be used at. Answers without an end are left out. The file is one of docs/training.md.
+that the draft will be used at. The file is one of docs/training.md.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ def questions(llm: LLM, count: int) -> list[str]:
 
 def write_answers(
     llm: LLM, asked: Sequence[str], most: int, output: Path, temperatures: Sequence[float] = ()
-) -> int:
-    """Return how many conversations were kept."""
+) -> None:
     own = msgspec.structs.replace(llm.get_default_sampling_params(), max_tokens=most)
     turns = [msgspec.structs.replace(own, temperature=each) for each in temperatures] or [own]
     params = [turns[index % len(turns)] for index in range(len(asked))]
     prompts = [[{"role": "user", "content": text}] for text in asked]
-    answers = [each for each in llm.chat(prompts, params, use_tqdm=True) if each.finish_reason == "stop"]
+    answers = llm.chat(prompts, params, use_tqdm=True)
     tokens = [[*each.prompt_token_ids, *each.token_ids] for each in answers]
     learned = [[0] * len(each.prompt_token_ids) + [1] * len(each.token_ids) for each in answers]
     starts = np.cumsum([0, *map(len, tokens)])
     np.savez(output, tokens=np.concatenate(tokens), mask=np.concatenate(learned), starts=starts)
-    return len(answers)
 
 
 def main() -> None:
@@ -58,8 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     with LLM(args.model) as llm:
         asked = questions(llm, args.count)
-        kept = write_answers(llm, asked, args.max_tokens, args.output, args.temperatures)
-    print(f"{len(asked)} questions, {kept} answers that end within {args.max_tokens} tokens")
+        write_answers(llm, asked, args.max_tokens, args.output, args.temperatures)
+    print(f"{len(asked)} questions and answers")
 
 
 if __name__ == "__main__":
