@@ -231,6 +231,10 @@ def test_states_count_beside_a_pool(tmp_path: Path) -> None:
     assert context.states is not None
     free = context.states.nbytes + 3000 * context.pool.config.page_bytes // 16
     assert pool_of(target, free, mem_fraction_static=0.5) == 1008  # whole pages
+    fit = free * context.states.rows // context.states.nbytes - 1
+    words = f"--max-running-requests: 257 states take .* GiB, .* are free .*; expected at most {fit}"
+    with pytest.raises(ValueError, match=words):
+        pool_of(target, free, max_running_requests=257)
 
 
 def test_a_pool_that_the_memory_does_not_hold(

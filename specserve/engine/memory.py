@@ -37,6 +37,10 @@ class DeviceMemory:
     total: int
     free: int
 
+    def within(self, fraction: float) -> int:
+        """Return how many bytes of a fraction of all are free."""
+        return int(self.total * fraction) - (self.total - self.free)
+
 
 def host_memory(root: Path = Path("/")) -> DeviceMemory:
     """Return the machine's memory, limited by the control groups (v1 and v2) that this process is in. File caches count
@@ -128,7 +132,7 @@ def pool_pages(
         pages = tables * -(-tokens // size) + 1
         log.info("max_total_tokens = %d: %s", (pages - 1) // tables * size, why)
     else:
-        pages = int((int(memory.total * mem_fraction) - (memory.total - memory.free)) // page_bytes)
+        pages = int(memory.within(mem_fraction) // page_bytes)
     if pages < 2:
         raise ValueError(
             f"--mem-fraction-static {mem_fraction}: {memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are "

@@ -28,7 +28,7 @@ from specserve.core import MAX_COUNT, Capacity, prediction_limit
 from specserve.engine.commands import Measure
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
-from specserve.engine.memory import pool_pages
+from specserve.engine.memory import device_memory, pool_pages, return_memory
 from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.prompts import sizes_within
 from specserve.engine.runner import Runner
@@ -335,6 +335,7 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
+    _check_states(config, ranks)
     states = _states(config, config.max_running_requests + 1, device, ranks)
     snapshots = _states(config, config.snapshots or 0, device, ranks)
     longest, fraction = config.context_length, config.mem_fraction_static
@@ -453,21 +454,33 @@ def _pool(config: PoolConfig, pages: int, device: torch.device, context_length: 
     return pool
 
 
+def _check_states(config: EngineConfig, ranks: Ranks) -> None:
+    """Raise ValueError if the memory that is free next to the weights does not hold the states that settings name."""
+    layers, kept = config.model.on(ranks).states, config.snapshots or 0
+    if not layers or config.device == "meta":
+        return
+    dtypes = DTYPES[config.dtype], torch.device("cpu"), DTYPES.get(config.mamba_ssm_dtype)
+    size, wanted = States(layers, 1, *dtypes).nbytes, config.max_running_requests + kept
+    return_memory()
+    memory = device_memory(config.device)
+    free = memory.free // (ranks.count if config.device == "cpu" else 1)
+    if config.device == "cuda" and config.max_total_tokens is None:
+        free = max(0, memory.within(config.mem_fraction_static))
+    fit = max(0, free // size - 1)  # one is padding's
+    if wanted > fit:
+        flag = "--max-mamba-cache-size" if kept else "--max-running-requests"
+        raise ValueError(
+            f"{flag}: {wanted} states take {wanted * size / 2**30:.1f} GiB, {free / 2**30:.1f} are free next to the "
+            f"weights; expected at most {fit}"
+        )
+
+
 def _states(config: EngineConfig, rows: int, device: torch.device, ranks: Ranks) -> States | None:
-    """Make so many states of the layers that keep one; None if there are none. Raises ValueError if the device has too
-    little memory."""
+    """Make so many states of the layers that keep one; None if there are none."""
     layers = config.model.on(ranks).states
     if not layers or not rows:
         return None
-    try:
-        states = States(layers, rows, DTYPES[config.dtype], device, DTYPES.get(config.mamba_ssm_dtype))
-    except (RuntimeError, OSError) as error:
-        if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(
-            f"--max-running-requests: {rows} states of requests or prefixes take more memory than the {device.type} "
-            "has; expected fewer, or less for --max-mamba-cache-size or --mamba-full-memory-ratio"
-        ) from None
+    states = States(layers, rows, DTYPES[config.dtype], device, DTYPES.get(config.mamba_ssm_dtype))
     log.info("%d states of requests or cached prefixes take %.2f GiB", rows, states.nbytes / 2**30)
     return states
 
