@@ -44,6 +44,7 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
+from specserve_kernels.ops.ranks.exchange import Shared, gather_parts, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
 from specserve_kernels.ops.recurrent.inputs import convolve, delta_decays, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights
@@ -640,6 +641,15 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
     keep_last(*one, index_T, index_T, index_T, index_T)
 
 
+def launch_exchanges() -> None:
+    """Of two ranks and of four, few numbers and many."""
+    for ranks, tokens in ((2, 1), (4, 512)):
+        part_TH = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+        shared = Shared(1, *(torch.zeros(count, dtype=torch.int64) for count in (ranks + 1, 128)))
+        sum_parts(part_TH, shared)
+        gather_parts(part_TH, shared)
+
+
 def main() -> None:
     checkpoints = Checkpoints(*map(Path, sys.argv[1:]))
     torch.set_num_threads(1)
@@ -651,6 +661,7 @@ def main() -> None:
         launch_attention(128, 20, 16, whole=False, chains=False)
         launch_attention(512, 20, 16, whole=False, chains=False)
         launch_norms()
+        launch_exchanges()
         launch_linears(8)
         launch_wide(8)
         launch_wide(128)

@@ -44,12 +44,12 @@ def on_ranks(count: int, work: Callable[[Ranks], Found], experts: int = 1) -> li
 class ThreadRank:
     """A follower in a thread, as ``Followers`` sees its process."""
 
-    def __init__(self, control: socket, peers: Mapping[int, socket]) -> None:
+    def __init__(self, control: socket, peers: Mapping[int, socket], _: Mapping[str, str]) -> None:
         self._code: int | None = None
         self.pid = os.getpid()
 
         def run() -> None:
-            self._code = follow(control, peers, lambda: True)
+            self._code = follow(control, peers)
 
         self._thread = threading.Thread(target=run, name=FOLLOWER, daemon=True)
         self._thread.start()

@@ -17,7 +17,7 @@ from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
 from specserve.config import make_settings
 from specserve.engine.graphs import Graphs
-from specserve.engine.profile import eager_seconds, measure_eager, measure_graphs
+from specserve.engine.profile import eager_seconds, measure_eager, measure_graphs, replay_seconds
 from specserve.engine.shapes import candidate_shapes
 from specserve.layers.experts import Router
 from specserve.models.read_config import load_model_config
@@ -109,7 +109,9 @@ def eagerly(context: Context) -> Measure:
 
 def with_graphs(context: Context) -> Measure:
     with fake_graphs():
-        return partial(measure_graphs, context, Graphs.capture(context, candidate_shapes(8)).steps)
+        graphs = Graphs.capture(context, candidate_shapes(8)).steps
+        run = partial(replay_seconds, context)
+        return partial(measure_graphs, context, graphs, lambda shape: run(shape, graphs[shape]))
 
 
 @pytest.mark.parametrize("measure", [eagerly, with_graphs])

@@ -22,8 +22,10 @@ from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.kernels import MissingKernel
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import step_shape
+from specserve.layers.ranks import ONE, Ranks
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.shape import StepShape
+from tests.ranks import on_ranks
 
 
 def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +119,10 @@ def test_what_is_missing_is_made_outside_the_capture() -> None:
     """The first launch runs before its capture, another only if its capture fails."""
     runs: list[int] = []
     # private: no public way leads there on a CPU, which captures nothing
-    maker = mock.Mock(_launched=False, ran=0)
+    maker = maker_on(ONE)
     # private: as above
     capture, captured = partial(graphs._Maker._capture, maker), maker._captured
-    fakes = {name: mock.Mock() for name in ("current_stream", "synchronize")}
-    with mock.patch.multiple(torch.cuda, stream=lambda *_: nullcontext(), **fakes):
+    with streams():
         assert capture(lambda: runs.append(0)) is captured.return_value
         assert capture(lambda: runs.append(1)) is captured.return_value
         captured.side_effect = [MissingKernel("k"), (None, "found")]
@@ -134,6 +135,37 @@ def test_what_is_missing_is_made_outside_the_capture() -> None:
         with pytest.raises(RuntimeError, match="always"):
             capture(lambda: runs.append(4))
     assert runs == [0, 2, 4]
+
+
+def maker_on(ranks: Ranks, **fields: Any) -> mock.Mock:
+    # private: as above
+    maker = mock.Mock(**{"_launched": False, "ran": 0, "_ranks": ranks, **fields})
+    for name in ("_agreed", "_agree"):
+        setattr(maker, name, partial(getattr(graphs._Maker, name), maker))  # private: as above
+    return maker
+
+
+def streams() -> Any:
+    fakes = {name: mock.Mock() for name in ("current_stream", "synchronize")}
+    return mock.patch.multiple(torch.cuda, stream=lambda *_: nullcontext(), **fakes)
+
+
+def test_ranks_capture_the_same() -> None:
+    """What one must run first, all run; what one has no memory for, none captures."""
+    no_memory = torch.OutOfMemoryError("none left")
+    ends = [[(0, 0), MissingKernel("k"), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2), no_memory]]
+
+    def work(ranks: Ranks) -> tuple[list[int], list[object]]:
+        runs, maker = list[int](), maker_on(ranks)
+        maker._captured.side_effect = ends[ranks.rank]  # private: as above
+        # private: as above
+        found = [graphs._Maker._capture(maker, partial(runs.append, number)) for number in range(2)]
+        with pytest.raises(torch.OutOfMemoryError, match="another rank" if ranks.rank == 0 else "none left"):
+            graphs._Maker._capture(maker, partial(runs.append, 2))  # private: as above
+        return runs, found
+
+    with streams():
+        assert on_ranks(2, work) == [([0, 1], [(0, 0), (0, 1)]), ([0, 1], [(1, 0), (1, 2)])]
 
 
 @dataclass
@@ -168,7 +200,7 @@ def captured(run: Callable[[], object], ended: Exception | None) -> tuple[Any, C
     """What the maker gives, and what it did."""
     captures = Captures(ended)
     # private: as above
-    maker = mock.Mock(_launched=True, ran=0, _pool="first", _logits_XV=torch.empty(1, 1))
+    maker = maker_on(ONE, _launched=True, _pool="first", _logits_XV=torch.empty(1, 1))
     for name in ("_captured", "_leave_pool"):
         setattr(maker, name, partial(getattr(graphs._Maker, name), maker))  # private: as above
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from specserve.layers.weights import Projection
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
+from specserve.process.gpu_peers import cards, environment
+from specserve.process.peers import SocketPeers
 from tests.fixtures import Quantized
 from tests.ranks import on_ranks
 from tests.reference.models import make_qwen3_moe
@@ -182,3 +185,39 @@ def test_sums_are_added_in_the_order_of_ranks() -> None:
     assert all(torch.equal(every, expected) for every, _ in found)
     assert all(torch.equal(alone, expected[1, 7:8]) for _, alone in found)
     assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
+
+
+def test_open_files_are_exchanged(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> dict[int, str]:
+        path = tmp_path / str(ranks.rank)
+        path.write_text(f"of {ranks.rank}")
+        assert isinstance(ranks.peers, SocketPeers)
+        with path.open() as own:
+            files = ranks.peers.exchange_files(own.fileno())
+        found = {}
+        for rank, file in files.items():
+            found[rank] = os.pread(file, 9, 0).decode()
+            os.close(file)
+        return found
+
+    every = {rank: f"of {rank}" for rank in range(3)}
+    assert on_ranks(3, work) == [{n: text for n, text in every.items() if n != rank} for rank in every]
+
+
+@pytest.mark.parametrize(("given", "current"), [("4,5,6", 1), (None, 2)])
+def test_every_rank_sees_its_own_gpu_first(
+    given: str | None, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's is the current one."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    found = [environment(cards(3), rank)["CUDA_VISIBLE_DEVICES"] for rank in range(3)]
+    assert found == (["5,6,4", "6,5,4", "4,5,6"] if given else ["2,0,1", "0,2,1", "1,2,0"])
+    with pytest.raises(
+        ValueError, match="--tensor-parallel-size: expected at most 3, the number of GPUs, found 4"
+    ):
+        cards(4)
+    monkeypatch.setenv("RANKS_SHARE_GPU", "1")
+    assert cards(4) == found[0].split(",")[:1] * 4

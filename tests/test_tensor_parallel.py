@@ -6,12 +6,13 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -174,13 +175,46 @@ def test_a_rank_that_cannot_load_ends_the_start(agreeing: Checkpoints) -> None:
         ),
     ):
         make_scheduler(agreeing.target, tensor_parallel_size=2, cpu_threads=4)
-    with pytest.raises(ValueError, match="ranks run on a CPU alone"):
+    with pytest.raises(
+        ValueError, match="--tensor-parallel-size: expected at most 0, the number of GPUs, found 2"
+    ):
         create_scheduler(replace(config_of(agreeing), device="cuda"))
 
 
 def config_of(models: Checkpoints) -> EngineConfig:
     given = {"model_path": str(models.target), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
     return resolve_engine(make_settings(**given, device="cpu"))[2]
+
+
+def test_kernels_do_not_wait_for_a_rank_that_ends_or_hangs(agreeing: Checkpoints) -> None:
+    process, stopped = subprocess.Popen(["sleep", "60"]), threading.Event()
+    gpu = Mock(late=None, stop=stopped.set)
+
+    given = list[socket]()
+
+    def start(control: socket, peers: Mapping[int, socket], _: Mapping[str, str]) -> object:
+        given.extend((control, *peers.values()))
+        return process
+
+    with (
+        patch("specserve.process.gpu_peers.cards", return_value=["0", "0"]),
+        patch("specserve.process.gpu_peers.GpuPeers", return_value=gpu),
+        patch("specserve.process.followers.start_process", start),
+    ):
+        ranks = followers.Followers(replace(config_of(agreeing), device="cuda"))
+    for each in given:
+        each.close()
+    gpu.late = 1
+    with pytest.raises(RankGone, match="rank 1 does not answer"):
+        ranks.check()
+    assert not stopped.is_set()
+    gpu.late = None
+    process.kill()
+    assert stopped.wait(20)
+    with pytest.raises(RankGone, match="rank 1 ended with code -9"):
+        ranks.check()
+    ranks.close()
+    gpu.close.assert_called_once_with()
 
 
 class Processes:

@@ -298,7 +298,7 @@ class Settings:
     tensor_parallel_size: int = engine(
         1,
         "Ranks: processes that share every weight, each with some heads, channels and tokens of the vocabulary. Heads "
-        "and channels must be multiples of it. On a CPU alone in this version.",
+        "and channels must be multiples of it. One GPU each, or all on a CPU.",
         aliases=("tp_size", "tp"),
         low=1,
         high=64,

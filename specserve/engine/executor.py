@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specserve.constraints.masks import Ends, NodesOnHost
+from specserve.core import SamplingParams
 from specserve.engine.commands import (
     Admit,
     Begin,
@@ -32,7 +33,7 @@ from specserve.engine.commands import (
 )
 from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
 from specserve.engine.launch import NO_ENDS, Launch
-from specserve.engine.profile import Stopwatch, eager_seconds
+from specserve.engine.profile import Stopwatch, eager_seconds, replay_seconds
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
@@ -40,6 +41,10 @@ from specserve.speculation.prefill import PrefillResult, PromptChunks, ScoredTok
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import StepResult, draft, settle, step, verify
+
+# (first position, tokens) of warm-up prompts. Projections use other kernels above 64 and above 96 tokens, and cuBLAS
+# others for many tokens; attention has one kernel with a prefix and one without.
+WARM_UP = ((0, 72), (1, 64), (1, 128), (1, 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,23 @@ class Executor:
         self._prompts = prompts or {}
         self._in_parts = in_parts
         self._begun: Begun | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, most: int) -> None:
+        """Run prompts of up to ``most`` tokens, fewer than the context holds, on the padding slot, so that no user
+        waits for kernels to compile. Captured launches need no warm-up."""
+        state = self.context.state
+        reported = SamplingParams(logprobs=1, prompt_logprobs=1)
+        for params, (start, tokens) in [
+            (reported, WARM_UP[0]),
+            *((SamplingParams(), each) for each in WARM_UP),
+        ]:
+            count = min(tokens, most)
+            state.slots.length[state.dummy].fill_(start)
+            scored = [0] * (count - 1) if params.logprobs else []
+            rows = [Row(state.dummy, params, start + count, [0] * count, scored=scored)]
+            self._prefilled(rows, self._run_prompts(Prefill(rows)), Stopwatch(state.device)).read()
+        state.slots.length[state.dummy].fill_(1)
 
     def run(self, command: Command) -> Launch | None:
         """Execute any command. Returns the launch of a prefill or a step."""
@@ -141,7 +163,9 @@ class Executor:
 
     @torch.inference_mode()
     def measure(self, command: Measure) -> float:
-        """Return the seconds of a step without a graph."""
+        """Return the seconds of a step: of its graph, if there is one, behind as little as possible."""
+        if (graph := self._graphs.get(command.shape)) is not None:
+            return replay_seconds(self.context, command.shape, graph)
         return eager_seconds(self.context, command.shape, command.length)
 
     @torch.inference_mode()

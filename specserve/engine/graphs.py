@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from specserve.engine.kernels import WATCH
 from specserve.engine.prompts import PromptSize, Run, short_prefill
+from specserve.layers.ranks import ONE, Ranks
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PrefillResult
 from specserve.speculation.shape import StepShape
@@ -33,6 +34,7 @@ from specserve.speculation.step import StepResult, draft, settle, step, verify
 log = logging.getLogger(__name__)
 
 CAPTURE_SECONDS = 30.0  # time limit at start; the remaining shapes are captured while there are no requests
+_NO_MEMORY, _MUST_RUN, _CAPTURED = range(3)  # how a rank's capture ends: the worst counts for all
 
 What = TypeVar("What")
 Graph = TypeVar("Graph")
@@ -149,14 +151,15 @@ class Graphs:
         context: Context,
         shapes: Sequence[StepShape],
         sizes: Sequence[PromptSize] = (),
+        ranks: Ranks = ONE,
     ) -> Graphs:
         """Capture steps of ``shapes`` and prompt launches of ``sizes``. The largest of each comes first, so that the
         others fit into its memory; then plain decoding, which every engine falls back on; then the smallest steps.
         Graphs that don't fit into memory are left out with a warning and run eagerly; those that there is no time for
-        go to ``left``."""
+        go to ``left``. All ``ranks`` capture the same at a time, whatever it takes."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        maker = _Maker(context, max(shape.nodes for shape in shapes))
+        maker = _Maker(context, max(shape.nodes for shape in shapes), ranks)
         steps: dict[StepShape, StepGraph] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
@@ -167,9 +170,13 @@ class Graphs:
             others = [shape for shape in shapes if shape != largest]
             left = [largest, *sorted(others, key=lambda s: (s.nodes > s.slots, s.nodes, s.levels))]
             with tqdm(
-                total=len(shapes), desc="Capturing CUDA graphs", unit="graph", leave=False, disable=None
+                total=len(shapes),
+                desc="Capturing CUDA graphs",
+                unit="graph",
+                leave=False,
+                disable=True if ranks.rank else None,
             ) as progress:  # only in a terminal: lines of a log would begin with it
-                while left and time.perf_counter() - begin < CAPTURE_SECONDS:
+                while left and (ranks.count > 1 or time.perf_counter() - begin < CAPTURE_SECONDS):
                     shape = left.pop(0)
                     if (graph := maker.try_capture(shape, maker.step)) is not None:
                         steps[shape] = graph
@@ -196,10 +203,10 @@ class _Maker:
     """Captures graphs. They share a stream, a memory pool, and buffers for logits and masks, which one replay uses at a
     time."""
 
-    def __init__(self, context: Context, most_nodes: int) -> None:
+    def __init__(self, context: Context, most_nodes: int, ranks: Ranks) -> None:
         WATCH.install()  # in process nothing is compiled ahead, which else installs it
         state = context.state
-        self._context = context
+        self._context, self._ranks = context, ranks
         self._stream = torch.cuda.Stream(state.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._launched = False
@@ -261,7 +268,7 @@ class _Maker:
         is missing, the launch first runs eagerly. So does the first of all, prompts of the largest size, or steps."""
         if self._launched:
             try:
-                return self._captured(run)
+                return self._agreed(run)
             except OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -269,11 +276,31 @@ class _Maker:
         self.ran += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()
+            try:
+                run()
+            except OutOfMemoryError as error:
+                if self._ranks.count > 1:  # the others wait inside it
+                    raise MemoryError(str(error)) from None
+                raise
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         self._launched = True
-        return self._captured(run)
+        return self._agreed(run)
+
+    def _agreed(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Capture a launch on all ranks. Raises what keeps one from it, on all."""
+        try:
+            found = self._captured(run)
+        except RuntimeError as error:
+            self._agree(_NO_MEMORY if isinstance(error, OutOfMemoryError) else _MUST_RUN)
+            raise
+        self._agree(_CAPTURED)
+        return found
+
+    def _agree(self, state: int) -> None:
+        if (worst := self._ranks.least(state)) < state:
+            words = "another rank can't capture it"
+            raise OutOfMemoryError(words) if worst == _NO_MEMORY else RuntimeError(words)
 
     def _captured(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()

@@ -7,9 +7,8 @@ rows choose the same experts, as if a step of many nodes read no more of them th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -67,19 +66,24 @@ class Stopwatch:
 
 
 @torch.inference_mode()
-def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> CostModel:
+def measure_graphs(
+    context: Context, shapes: Iterable[StepShape], run: Callable[[StepShape], float]
+) -> CostModel:
     """Return the cost model of captured steps: the table from replays, the slope from the device's memory bandwidth."""
+    table = {shape: run(shape) for shape in shapes}
+    return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
 
-    def run(graph: StepGraph, rows: list[int]) -> None:
+
+def replay_seconds(context: Context, shape: StepShape, graph: StepGraph) -> float:
+    """Return the seconds of a captured step."""
+    rows = _rows(context, shape.slots)
+
+    def run() -> None:
         restart(1)
         graph.replay(rows)
 
     with _drafting(context) as restart:
-        table = {
-            shape: _device_seconds(partial(run, graph, _rows(context, shape.slots)))
-            for shape, graph in graphs.items()
-        }
-    return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
+        return _device_seconds(run)
 
 
 def measure_eager(

@@ -8,10 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from specserve.constraints.masks import Masks
-from specserve.core import SamplingParams
 from specserve.engine.commands import (
     Admit,
     Begin,
@@ -31,16 +28,12 @@ from specserve.engine.commands import (
 from specserve.engine.executor import Executor
 from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
 from specserve.engine.launch import Launch
-from specserve.engine.profile import Stopwatch
 from specserve.engine.prompts import PromptSize
 from specserve.layers.ranks import Ranks
 from specserve.speculation.context import Context
 from specserve.speculation.shape import StepShape
 
 MOST_DUE = 64  # most tokens of forced text
-# (first position, tokens) of warm-up prompts. Projections use other kernels above 64 and above 96 tokens, and cuBLAS
-# others for many tokens; attention has one kernel with a prefix and one without.
-WARM_UP = ((0, 72), (1, 64), (1, 128), (1, 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +87,6 @@ class Runner(Executor):
     def compile(self, grammar: str) -> Future[object] | None:
         """Begin to compile a grammar, so that a request with it can be admitted; None if there are no grammars."""
         return None if self.masks.grammars is None else self.masks.grammars.compile(grammar)
-
-    @torch.inference_mode()
-    def warm_up(self, most: int) -> None:
-        """Run prompts of up to ``most`` tokens, fewer than the context holds, on the padding slot, so that no user
-        waits for kernels to compile. Captured launches need no warm-up."""
-        state = self.context.state
-        reported = SamplingParams(logprobs=1, prompt_logprobs=1)
-        for params, (start, tokens) in [
-            (reported, WARM_UP[0]),
-            *((SamplingParams(), each) for each in WARM_UP),
-        ]:
-            count = min(tokens, most)
-            state.slots.length[state.dummy].fill_(start)
-            scored = [0] * (count - 1) if params.logprobs else []
-            rows = [Row(state.dummy, params, start + count, [0] * count, scored=scored)]
-            self._prefilled(rows, self._run_prompts(Prefill(rows)), Stopwatch(state.device)).read()
-        state.slots.length[state.dummy].fill_(1)
 
     def _send(self, command: Command) -> None:
         if self.followers is not None:

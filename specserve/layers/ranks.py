@@ -5,9 +5,10 @@ A layer kind says in its own file which sizes are shared out; what reads weights
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,12 +114,20 @@ def cut_of(
     return Cut(tuple(filed.shape), tuple(along))
 
 
-class Peers(Protocol):
+class Peers(ABC):
     """The other ranks."""
 
+    @abstractmethod
     def exchange(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in their order. All have the same shape and dtype."""
-        ...
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts, added in the order of ranks in at least float32, and rounded once."""
+        first, *others = self.exchange(part)
+        total = first.to(torch.promote_types(part.dtype, torch.float32))
+        for each in others:
+            total = total + each
+        return total.to(part.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +171,7 @@ class Ranks:
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, added in the order of ranks and rounded once. An element's sum depends on
         no other."""
-        if self.peers is None:
-            return part
-        first, *others = self.peers.exchange(part)
-        total = first.to(torch.promote_types(part.dtype, torch.float32))
-        for each in others:
-            total = total + each
-        return total.to(part.dtype)
+        return part if self.peers is None else self.peers.sum(part)
 
     def join(self, own_TR: Tensor, size: int) -> Tensor:
         """Return ``[T, size]`` of each rank's part of a vocabulary."""

@@ -47,13 +47,13 @@ from specserve.kv.states import States
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
-from specserve.layers.ranks import FLAG, ONE, Ranks
+from specserve.layers.ranks import ONE, Ranks
 from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.kv_scales import has_kv_scales, read_kv_scales
-from specserve.process import phase
+from specserve.process import gpu_peers, phase
 from specserve.process.fingerprint import fingerprint
 from specserve.process.followers import Followers
 from specserve.scheduler.admission import Admission
@@ -125,11 +125,6 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
     served. ``before_launch`` is called after the weights are loaded and before the first launch."""
     if config.tensor_parallel_size == 1:
         return _create(config, before_launch, None)
-    if config.device == "cuda":
-        raise ValueError(
-            f"{FLAG}: ranks run on a CPU alone, because their sums have no GPU kernel yet; found "
-            f"{config.tensor_parallel_size} with --device cuda"
-        )
     followers = Followers(config)
     try:
         return _create(config, before_launch, followers)
@@ -142,33 +137,44 @@ def _create(
     config: EngineConfig, before_launch: Callable[[], None], followers: Followers | None
 ) -> Scheduler:
     if config.device == "cuda":
-        settle_keys()
-        add_in_order()
-    plan = shape_plan(config)
+        set_up_gpu()
+    plan, ranks = shape_plan(config), ONE if followers is None else followers.ranks
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    context = create_context(config, plan, ONE if followers is None else followers.ranks)
+    context = create_context(config, plan, ranks)
     if followers is not None:
-        phase.enter("waiting for the other ranks")
         torch.set_num_threads(config.threads)
-        followers.wait()
-        log.info("%d ranks, %d threads each", config.tensor_parallel_size, config.threads)
     elif config.device == "cpu" and config.cpu_threads is None:
         phase.enter("choosing threads")
         choose_threads(context, min(config.cores, torch.get_num_threads()))
     before_launch()
-    if captured := plan.captured():
-        phase.enter("capturing CUDA graphs")
-    graphs = (
-        Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
-    )
+    graphs = capture_graphs(config, plan, context, ranks)
     capture_next = graphs.capture_next if graphs.left else None
     runner = Runner(context, graphs.steps, graphs.prompts, capture_next, graphs.in_parts, followers)
-    policy = shape_policy(plan, runner, graphs)
     if config.device == "cuda":
         phase.enter("warming up")
         runner.warm_up(config.longest_launch)
+    if followers is not None:
+        phase.enter("waiting for the other ranks")
+        followers.wait()
+        log.info("%d ranks, %d threads each", config.tensor_parallel_size, config.threads)
+    policy = shape_policy(plan, runner, graphs)
     return assemble(config, plan, runner, policy, graphs)
+
+
+def set_up_gpu() -> None:
+    """Make the process compute as all others do."""
+    settle_keys()
+    add_in_order()
+
+
+def capture_graphs(config: EngineConfig, plan: ShapePlan, context: Context, ranks: Ranks) -> Graphs:
+    """Capture what is captured at start, on all ranks at a time."""
+    if not (captured := plan.captured()):
+        return Graphs({})
+    ranks.least(0)  # rank 0 has had its kernels compiled, and others find them in the cache
+    phase.enter("capturing CUDA graphs")
+    return Graphs.capture(context, captured, sizes_within(config.context_length), ranks)
 
 
 def assemble(
@@ -286,15 +292,14 @@ def shape_policy(plan: ShapePlan, runner: Runner, graphs: Graphs) -> ShapePolicy
         return StaticShapes(plan.speculation, plan.padding, plan.drafts)
     phase.enter("measuring steps")
     begin = time.perf_counter()
+
+    def run(shape: StepShape, length: int = 1) -> float:
+        return runner.measure(Measure(shape, length))
+
     if graphs.steps:
-        cost = measure_graphs(runner.context, graphs.steps)
+        cost = measure_graphs(runner.context, graphs.steps, run)
     else:
-        cost = measure_eager(
-            runner.context,
-            plan.most_slots,
-            plan.candidates,
-            lambda shape, length: runner.measure(Measure(shape, length)),
-        )
+        cost = measure_eager(runner.context, plan.most_slots, plan.candidates, run)
     log.info("measured %d steps in %.1f s", len(cost.table), time.perf_counter() - begin)
     complete(cost, plan.most_slots, plan.candidates)
     cost.prompts = min(seconds for shape, seconds in cost.table.items() if not shape.levels)
@@ -323,6 +328,8 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     kept = _kept(config, config.model.on(ranks).kv(dtype), config.model_path, "target")
     scales = [spec.scales for spec in kept]
     target = load_target(config.model_path, dtype, device, positions, config.model, ranks)
+    if isinstance(ranks.peers, gpu_peers.GpuPeers):
+        ranks.peers.connect()
     identity = None if config.device == "meta" else fingerprint(target, config, scales, ranks)
     phase.enter("reading the draft")
     drafter = create_drafter(config, target)
@@ -342,7 +349,11 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     share = fraction / ranks.count if device.type == "cpu" else fraction
     beside = ranks.count * sum(each.nbytes for each in (states, snapshots) if each is not None)
     given = config.max_total_tokens
-    pages = ranks.least(pool_pages(pool_config, given, share, device, longest, beside, config.snapshot_ratio))
+    sharing = gpu_peers.sharing(ranks.count) if device.type == "cuda" and given is None else 1
+    if sharing > 1:
+        ranks.least(0)  # all have read their weights
+    pages = pool_pages(pool_config, given, share, device, longest, beside, config.snapshot_ratio) // sharing
+    pages = ranks.least(pages)
     if states is not None and config.snapshots is None:
         snapshots = _states(config, fitting(config, pool_config, pages, states), device, ranks)
     if config.max_total_tokens is None:

@@ -184,6 +184,7 @@ def list_file(job: CompileJob) -> Path:
         job.gpu,
         config.model,
         (config.dtype, config.kv_cache_dtype, config.mamba_ssm_dtype, config.attention_backend),
+        config.tensor_parallel_size,
         (config.context_length, config.page_size),
         (config.max_running_requests, config.longest_launch, config.largest_graph),
         (config.shape, config.adaptive),

@@ -7,6 +7,8 @@ import pickle
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,21 +18,19 @@ import torch
 from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
 from specserve.logs import configure_logging
-from specserve.process.assemble import create_context, shape_plan
+from specserve.process.assemble import capture_graphs, create_context, set_up_gpu, shape_plan
 from specserve.process.followers import Job, Word, put, take
+from specserve.process.gpu_peers import GpuPeers
 from specserve.process.peers import RankGone, SocketPeers
 
 _LOOK = 1.0  # seconds between looks at the parent, whose sockets a process that it forked may hold open
 
 
 def follow(
-    control: socket.socket,
-    sockets: Mapping[int, socket.socket],
-    alive: Callable[[], bool],
-    stopped: Callable[[], bool] = lambda: False,
+    control: socket.socket, sockets: Mapping[int, socket.socket], stopped: Callable[[], bool] = lambda: False
 ) -> int:
-    """Execute commands until rank 0 closes ``control``. Return the exit code. ``alive`` and ``stopped``: rank 0's
-    process is. What waits for one that is stopped, by Ctrl-Z for example, is not late."""
+    """Execute commands until rank 0 closes ``control``. Return the exit code. ``stopped``: rank 0's process is. What
+    waits for one that is stopped, by Ctrl-Z for example, is not late."""
     serves, peers = False, SocketPeers(0, sockets)
     try:
         first = take(control)
@@ -40,13 +40,20 @@ def follow(
         rank, config = job
         peers = SocketPeers(rank, sockets)
         torch.set_num_threads(config.threads)
-        context = create_context(config, shape_plan(config), config.place(rank, peers))
-        executor = Executor(context, {})
+        plan, gpu = shape_plan(config), None
+        if config.device == "cuda":
+            set_up_gpu()
+            gpu = GpuPeers(rank, config.tensor_parallel_size, peers)
+        ranks = config.place(rank, gpu or peers)
+        context = create_context(config, plan, ranks)
+        graphs = capture_graphs(config, plan, context, ranks)
+        executor = Executor(context, graphs.steps, graphs.prompts, graphs.in_parts)
+        if gpu is not None:
+            executor.warm_up(config.longest_launch)
         put(control, pickle.dumps(Word()))
         serves = True
-        control.settimeout(_LOOK)
         peers.expect_within(config.dist_timeout, stopped)
-        while (message := take(control, alive)) is not None:
+        while (message := take(control)) is not None:
             executor.run(decode(message))
         return 0
     except (RankGone, TimeoutError, BrokenPipeError):
@@ -78,8 +85,15 @@ def main(control: str, *peers: str) -> int:
     parent = os.getppid()
     pairs = (each.split(":") for each in peers)
     sockets = {int(rank): socket.socket(fileno=int(number)) for rank, number in pairs}
-    end = socket.socket(fileno=int(control))
-    return follow(end, sockets, lambda: os.getppid() == parent, lambda: is_stopped(parent))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    return follow(socket.socket(fileno=int(control)), sockets, lambda: is_stopped(parent))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent does, also while it loads or waits for a device."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +24,15 @@ from torch import Tensor
 
 from specserve.config.engine import EngineConfig
 from specserve.engine.commands import Command, encode
+from specserve.layers.ranks import Peers
+from specserve.process import gpu_peers
 from specserve.process.peers import TICK, RankGone, SocketPeers, connect, in_time
 
 log = logging.getLogger(__name__)
 
 LAST_WORDS = 1.0  # seconds to hear why a rank has ended
 GRACE = 5.0  # seconds to end by itself
+_LOOK = 0.1  # seconds between looks at processes for which kernels may wait
 _LENGTH = struct.Struct("<Q")
 
 
@@ -65,22 +69,17 @@ def put(control: socket.socket, message: bytes, seconds: float | None = None) ->
         left = left[in_time(partial(control.send, left), seconds, lambda: False) :]
 
 
-def take(control: socket.socket, alive: Callable[[], bool] = lambda: False) -> bytes | None:
-    """Return the next message, None when the other end is closed. When the socket's time is over, go on as long as
-    ``alive`` says, else raise TimeoutError."""
-    length = _read(control, _LENGTH.size, alive)
-    return None if length is None else _read(control, _LENGTH.unpack(length)[0], alive)
+def take(control: socket.socket) -> bytes | None:
+    """Return the next message, None when the other end is closed. Raises TimeoutError."""
+    length = _read(control, _LENGTH.size)
+    return None if length is None else _read(control, _LENGTH.unpack(length)[0])
 
 
-def _read(control: socket.socket, size: int, alive: Callable[[], bool]) -> bytes | None:
+def _read(control: socket.socket, size: int) -> bytes | None:
     found = bytearray()
     while len(found) < size:
         try:
             part = control.recv(size - len(found))
-        except TimeoutError:
-            if not alive():
-                raise
-            continue
         except ConnectionError:
             return None
         if not part:
@@ -89,15 +88,18 @@ def _read(control: socket.socket, size: int, alive: Callable[[], bool]) -> bytes
     return bytes(found)
 
 
-def start_process(control: socket.socket, peers: Mapping[int, socket.socket]) -> Process:
-    """Start a follower that owns these sockets. Ctrl-C does not reach it. Raises OSError."""
+def start_process(
+    control: socket.socket, peers: Mapping[int, socket.socket], environment: Mapping[str, str]
+) -> Process:
+    """Start a follower that owns these sockets, with these variables in addition. Ctrl-C does not reach it. Raises
+    OSError."""
     numbers = control.fileno(), *(each.fileno() for each in peers.values())
     given = [str(numbers[0]), *(f"{rank}:{each.fileno()}" for rank, each in peers.items())]
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "specserve.process.follower", *given],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
             pass_fds=numbers,
             start_new_session=True,
         )
@@ -106,25 +108,34 @@ def start_process(control: socket.socket, peers: Mapping[int, socket.socket]) ->
             each.close()
 
 
-class Followers:
+class Followers(Peers):
     """The ranks from 1 on, as rank 0 sees them."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start them loading. Raises ValueError if they can't be started."""
-        mine, *others = connect(config.tensor_parallel_size)
+        count, self._gpu = config.tensor_parallel_size, None
+        environments: list[dict[str, str]] = [{}] * count
+        if config.device == "cuda":
+            cards = gpu_peers.cards(count)
+            environments = [gpu_peers.environment(cards, rank) for rank in range(count)]
+            self._gpu = gpu_peers.GpuPeers(0, count, self)
+        mine, *others = connect(count)
         self._peers = SocketPeers(0, mine)
         self._controls: dict[int, socket.socket] = {}
         self._processes: dict[int, Process] = {}
         self._broken, self._seconds = False, config.dist_timeout
-        self.ranks = config.place(0, self)
+        self.ranks = config.place(0, self._gpu or self)
+        self._closed = threading.Event()
         try:
             for rank, peers in enumerate(others, 1):
                 self._controls[rank], theirs = socket.socketpair()
-                self._processes[rank] = start_process(theirs, peers)
+                self._processes[rank] = start_process(theirs, peers, environments[rank])
                 put(self._controls[rank], pickle.dumps(Job(rank, config)))
         except OSError as error:
             self.close()
             raise ValueError(f"the process of rank {rank} can't start: {error}") from None
+        if self._gpu is not None:
+            threading.Thread(target=self._watch, name="specserve-ranks", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until all are ready. From then on they must answer in time. Raises RankGone, and ValueError for a user's
@@ -135,6 +146,8 @@ class Followers:
                 raise self._reason(rank, word)
             control.settimeout(TICK)
         self._peers.expect_within(self._seconds)
+        if self._gpu is not None:
+            self._gpu.expect_within(self._seconds)
 
     @property
     def pids(self) -> list[int]:
@@ -156,13 +169,22 @@ class Followers:
         except RankGone as error:
             raise (self._late if error.late else self._reason)(error.rank) from None
 
+    def exchange_files(self, own: int) -> dict[int, int]:
+        try:
+            return self._peers.exchange_files(own)
+        except RankGone as error:
+            raise (self._late if error.late else self._reason)(error.rank) from None
+
     def check(self) -> None:
+        if self._gpu is not None and self._gpu.late is not None:
+            raise self._late(self._gpu.late)
         for rank, process in self._processes.items():
             if process.poll() is not None:
                 raise self._reason(rank)
 
     def close(self) -> None:
         """End them, also if waiting for that is interrupted."""
+        self._closed.set()
         self._peers.close()
         for control in self._controls.values():
             control.close()
@@ -177,6 +199,17 @@ class Followers:
                     log.error("rank %d does not end: killed", rank)
                     process.kill()
                     process.wait()
+            if self._gpu is not None:
+                self._gpu.close()
+
+    def _watch(self) -> None:
+        """Count the time in which kernels may wait, and end all waits once a rank's process has ended."""
+        assert self._gpu is not None
+        while not self._closed.wait(_LOOK):
+            self._gpu.pass_time(_LOOK)
+            if any(process.poll() is not None for process in self._processes.values()):
+                self._gpu.stop()
+                return
 
     def _hear(self, rank: int) -> Word | None:
         message = take(self._controls[rank])

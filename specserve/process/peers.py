@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specserve.layers.ranks import Peers
+
 PIECE = 1 << 16  # bytes: two of them fit a socket's buffer, so that sending never waits for a peer that sends
 TICK = 0.5  # seconds of this process that are counted while it waits: by the clock, it may have been stopped
 _BUFFER = 8 * PIECE
@@ -50,7 +52,7 @@ def connect(count: int) -> list[dict[int, socket.socket]]:
     return ends
 
 
-class SocketPeers:
+class SocketPeers(Peers):
     """The others of ``rank``."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
@@ -90,6 +92,24 @@ class SocketPeers:
             if not count:
                 raise RankGone(f"rank {rank} has ended", rank)
             piece = piece[count:]
+
+    def exchange_files(self, own: int) -> dict[int, int]:
+        """Give all others an open file, and return theirs by rank. Raises RankGone."""
+        found = {}
+        for rank, peer in self._sockets.items():
+            try:
+                socket.send_fds(peer, [b"f"], [own])
+            except OSError as error:
+                raise _gone(rank, error) from None
+        for rank, peer in self._sockets.items():
+            try:
+                _, files, *_ = socket.recv_fds(peer, 1, 1)
+            except OSError as error:
+                raise _gone(rank, error) from None
+            if not files:
+                raise RankGone(f"rank {rank} has ended", rank)
+            (found[rank],) = files
+        return found
 
     def close(self) -> None:
         """Show the others that this rank has ended."""

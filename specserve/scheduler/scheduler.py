@@ -417,6 +417,8 @@ class Scheduler:
     def _collect(self) -> InFlight:
         """Wait for the oldest launch, hand out its tokens, and return it."""
         item, found = self._inflight.read()
+        if self.runner.followers is not None:
+            self.runner.followers.check()  # or what was read is undefined
         if self._backoff.lowered:
             self._backoff.worked()
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0

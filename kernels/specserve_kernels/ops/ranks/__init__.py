@@ -1,0 +1,1 @@
+"""Kernels of ranks that read and write each other's memory."""

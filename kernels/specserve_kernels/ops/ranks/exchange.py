@@ -1,0 +1,237 @@
+"""Sums and gathering over ranks, each of which can write to a part of the others' memory.
+
+In an exchange program b of each rank stores a piece in a slot at every rank, itself included, raises a flag there, and
+waits for the flags of all; what it then reads is in its own memory. Exchanges of a program are counted on the device,
+so that captured launches need no arguments. There are two slots for each rank, used in turn: who raises a flag for the
+second time has read what the first exchange brought. Program b waits for other ranks' programs b alone, so as long as
+all programs of a launch run beside each other, no order of ranks' launches is a deadlock.
+
+All ranks must launch the same in the same order. All waits end when ``stop`` is set, by the host or by a wait that took
+too long, to 1 + the rank it waited for; results are undefined from then on.
+
+Shapes: N ranks, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.device import cdiv
+from specserve_kernels.ops.pdl import overlap, take_turn
+
+PROGRAMS = 128  # at most, and as many as run beside each other, even if two ranks share an H200 or H100
+SLOT = 1 << 14  # bytes of a piece
+FEW = 1024  # numbers of a piece, where this makes no more than ``PROGRAMS``
+TWO_SHOT_BYTES = {4: 600 << 10, 8: 170 << 10}
+"""From how many bytes on sums take two shots, by ranks: twice the latency, but 2 / N of the bytes. Two ranks send the
+same bytes either way."""
+
+_WORD = tl.constexpr(8)  # bytes of a flag
+_LOOK = tl.constexpr(256)  # polls between looks at ``stop``, which is in the host's memory
+
+
+class Shared(NamedTuple):
+    """What a rank's launches need. ``addresses``: int64 ``[N + 1]``, of the ranks' memory as this one sees it, zero at
+    first, ``shared_bytes`` each; last, of three int64 of the host: ``stop``, a time that the host counts, and after how
+    much of it a wait takes too long, 0 for never. ``counts``: int64 ``[P]``, zero at first."""
+
+    rank: int
+    addresses: Tensor
+    counts: Tensor
+
+    @property
+    def ranks(self) -> int:
+        return len(self.addresses) - 1
+
+
+def shared_bytes(ranks: int) -> int:
+    """Return the bytes of each rank's memory: flags ``[P, N]``, then slots ``[P, 2, N]``."""
+    return PROGRAMS * ranks * (8 + 2 * SLOT)
+
+
+def sum_parts(part: Tensor, shared: Shared, two_shot: bool | None = None) -> Tensor:
+    """Return the sum of all ranks' contiguous parts, of one shape and floating dtype, added in the order of ranks in at
+    least float32, and rounded once: bitwise the same in one shot, where each rank adds all, and in two, where each adds
+    some and gives the sum to the others."""
+    out, ranks = torch.empty_like(part), shared.ranks
+    if two_shot is None:
+        two_shot = part.nbytes > TWO_SHOT_BYTES.get(ranks, part.nbytes)
+    block, warps = _blocks(part)
+    rounds = cdiv(part.numel(), block * ranks if two_shot else block)
+    _sum_kernel[(min(rounds, PROGRAMS),)](
+        part,
+        out,
+        *shared[1:],
+        shared.rank,
+        part.numel(),
+        N=ranks,
+        P=PROGRAMS,
+        BYTES=SLOT,
+        BLOCK=block,
+        TWO_SHOT=two_shot,
+        num_warps=warps,
+        **overlap(),
+    )
+    return out
+
+
+def gather_parts(part: Tensor, shared: Shared) -> Tensor:
+    """Return all ranks' contiguous parts, of one shape and dtype, one after another in a new first dimension."""
+    out = part.new_empty(shared.ranks, *part.shape)
+    block, warps = _blocks(part)
+    _gather_kernel[(min(cdiv(part.numel(), block), PROGRAMS),)](
+        part,
+        out,
+        *shared[1:],
+        shared.rank,
+        part.numel(),
+        N=shared.ranks,
+        P=PROGRAMS,
+        BYTES=SLOT,
+        BLOCK=block,
+        num_warps=warps,
+        **overlap(),
+    )
+    return out
+
+
+def _blocks(part: Tensor) -> tuple[int, int]:
+    """Return the numbers of a piece, and the warps of its program."""
+    assert part.is_contiguous()
+    assert part.numel() < 1 << 28
+    if part.numel() <= FEW * PROGRAMS:
+        return FEW, 4
+    return SLOT // part.element_size(), 16
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _sum_kernel(
+    part_ptr,
+    out_ptr,
+    addresses_ptr,  # [N + 1]
+    counts_ptr,  # [P]
+    rank,
+    size,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    pieces: tl.constexpr = N if TWO_SHOT else 1  # of a round
+    exchanges: tl.constexpr = 2 if TWO_SHOT else 1
+    program, step, rounds = tl.program_id(0), tl.num_programs(0), tl.cdiv(size, BLOCK * pieces)
+    done = tl.cdiv(rounds - program, step)
+    count = tl.atomic_add(
+        counts_ptr + program, tl.cast(done * exchanges, tl.int64), sem="relaxed", scope="gpu"
+    )
+    i = tl.arange(0, BLOCK)
+    for number in range(program, rounds, step):
+        count += 1
+        first = number * (BLOCK * pieces)
+        for to in tl.static_range(N):
+            at = first + (to * BLOCK if TWO_SHOT else 0) + i
+            x = tl.load(part_ptr + at, mask=at < size, other=0)
+            tl.store(_slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES) + i, x)
+        _meet(addresses_ptr, rank, program, count, N)
+        total = tl.zeros((BLOCK,), wide)
+        for source in tl.static_range(N):
+            slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+            x = tl.load(slot + i, cache_modifier=".cg").to(wide)
+            total = x if source == 0 else total + x
+        if TWO_SHOT:
+            count += 1
+            for to in tl.static_range(N):
+                slot = _slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES)
+                tl.store(slot + i, total.to(dtype))
+            _meet(addresses_ptr, rank, program, count, N)
+            for source in tl.static_range(N):
+                at = first + source * BLOCK + i
+                slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+                tl.store(out_ptr + at, tl.load(slot + i, cache_modifier=".cg"), mask=at < size)
+        else:
+            tl.store(out_ptr + first + i, total.to(dtype), mask=first + i < size)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _gather_kernel(
+    part_ptr,  # [size]
+    out_ptr,  # [N, size]
+    addresses_ptr,  # [N + 1]
+    counts_ptr,  # [P]
+    rank,
+    size,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    program, step, rounds = tl.program_id(0), tl.num_programs(0), tl.cdiv(size, BLOCK)
+    done = tl.cdiv(rounds - program, step)
+    count = tl.atomic_add(counts_ptr + program, tl.cast(done, tl.int64), sem="relaxed", scope="gpu")
+    i = tl.arange(0, BLOCK)
+    for number in range(program, rounds, step):
+        count += 1
+        at = number * BLOCK + i
+        x = tl.load(part_ptr + at, mask=at < size, other=0)
+        for to in tl.static_range(N):
+            tl.store(_slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES) + i, x)
+        _meet(addresses_ptr, rank, program, count, N)
+        for source in tl.static_range(N):
+            slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+            x = tl.load(slot + i, cache_modifier=".cg")
+            tl.store(out_ptr + source * size + at, x, mask=at < size)
+
+
+@triton.jit
+def _slot(
+    addresses_ptr,
+    at,
+    source,
+    program,
+    count,
+    dtype: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Return where rank ``source`` leaves a piece for rank ``at``."""
+    place = ((program * 2 + count % 2) * N + source) * BYTES
+    slot = (tl.load(addresses_ptr + at) + P * N * _WORD + place).to(tl.pointer_type(dtype))
+    return tl.multiple_of(slot, 16)
+
+
+@triton.jit
+def _meet(addresses_ptr, rank, program, count, N: tl.constexpr):
+    """Tell all ranks that this one's pieces of exchange ``count`` are in place, and wait for theirs."""
+    tl.debug_barrier()
+    for to in tl.static_range(N):
+        flag = tl.load(addresses_ptr + to) + (program * N + rank) * _WORD
+        tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
+    flags = tl.load(addresses_ptr + rank)
+    host_ptr = tl.load(addresses_ptr + N).to(tl.pointer_type(tl.int64))
+    for source in tl.static_range(N):
+        flag = (flags + (program * N + source) * _WORD).to(tl.pointer_type(tl.int64))
+        polls, since = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+        while tl.atomic_add(flag, tl.zeros((), tl.int64), sem="acquire", scope="sys") < count:
+            polls += 1
+            if polls % _LOOK == 0:
+                now, limit = tl.load(host_ptr + 1, volatile=True), tl.load(host_ptr + 2, volatile=True)
+                since = tl.where(polls == _LOOK, now, since)
+                if tl.load(host_ptr, volatile=True) != 0:
+                    count = count * 0
+                elif (limit > 0) & (now - since > limit):
+                    tl.store(host_ptr, source + 1)
+    tl.debug_barrier()

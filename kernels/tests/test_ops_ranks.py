@@ -1,0 +1,104 @@
+"""Ranks as processes that write to each other's memory, their kernels interpreted: sums and gathered parts."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from specserve_kernels.ops.ranks import exchange
+from specserve_kernels.ops.ranks.exchange import Shared, gather_parts, shared_bytes, sum_parts
+from torch import Tensor
+
+SIZES = 1, 1000, 5 * 1024, 40_000  # of one program, of several, and of programs with several pieces
+PROGRAMS = 2
+
+
+def mapped(count: int) -> Tensor:
+    """Bytes, zero, that forked processes share."""
+    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+
+
+def on_ranks(count: int, work: Callable[[Shared], Tensor], size: int) -> list[Tensor]:
+    """What each rank returns, bytes of ``size``."""
+    memory = [mapped(shared_bytes(count)) for _ in range(count)]
+    host, found = mapped(24), [mapped(size) for _ in range(count)]
+    addresses = torch.tensor([each.data_ptr() for each in (*memory, host)])
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            try:
+                signal.alarm(60)
+                torch.set_num_threads(1)  # the parent's threads are not here
+                counts = torch.zeros(exchange.PROGRAMS, dtype=torch.int64)
+                found[rank].copy_(work(Shared(rank, addresses, counts)).view(-1).view(torch.uint8))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc(file=sys.stderr)
+                os._exit(1)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * count
+    return found
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(2, torch.float32), (4, torch.float32), (3, torch.float64)])
+def test_sums_in_one_shot_and_in_two_have_the_order_of_ranks(count: int, dtype: torch.dtype) -> None:
+    """Several after each other, as launches of graphs are."""
+    parts = [
+        torch.randn(count, size, generator=torch.Generator().manual_seed(size), dtype=dtype) for size in SIZES
+    ]
+
+    def work(shared: Shared) -> Tensor:
+        return torch.cat(
+            [
+                sum_parts(each[shared.rank], shared, two_shot)
+                for each in parts
+                for two_shot in (False, True, False)
+            ]
+        )
+
+    expected = []
+    for each in parts:
+        total = each[0].to(dtype)
+        for part in each[1:]:
+            total = total + part
+        expected += [total] * 3
+    with patch.object(exchange, "PROGRAMS", PROGRAMS), patch.object(exchange, "SLOT", 1 << 13):
+        found = on_ranks(count, work, 3 * sum(SIZES) * dtype.itemsize)
+    assert all(torch.equal(each.view(dtype), torch.cat(expected)) for each in found)
+
+
+def test_parts_are_gathered_in_the_order_of_ranks() -> None:
+    parts = torch.randint(100, (3, 7, 411), dtype=torch.int32)
+    with patch.object(exchange, "PROGRAMS", PROGRAMS), patch.object(exchange, "SLOT", 1 << 12):
+        found = on_ranks(3, lambda shared: gather_parts(parts[shared.rank], shared), parts.nbytes)
+    assert all(torch.equal(each.view(parts.dtype), parts.flatten()) for each in found)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_wait_ends_when_the_host_says_so_or_has_counted_enough(stop: bool) -> None:
+    """The other rank launches nothing."""
+    memory, host = [mapped(shared_bytes(2)) for _ in range(2)], mapped(24).view(torch.int64)
+    host[0], host[2] = stop, 5
+    addresses = torch.tensor([each.data_ptr() for each in (*memory, host)])
+    ended = threading.Event()
+
+    def count() -> None:
+        while not ended.wait(0.01):
+            host[1] += 1
+
+    timer = threading.Thread(target=count)
+    timer.start()
+    sum_parts(torch.ones(8), Shared(0, addresses, torch.zeros(exchange.PROGRAMS, dtype=torch.int64)))
+    ended.set()
+    timer.join()
+    assert host[0] == (1 if stop else 2)
+    assert stop or host[1] > 5
