@@ -24,7 +24,7 @@ FP8_BLOCKS = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head", "gate"],
+    "modules_to_not_convert": ["lm_head", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b"],
 }
 DRAFT_VOCAB = 32_000
 
