@@ -7,6 +7,7 @@ Shapes: T tokens, H hidden size, C channels of the convolution, K tokens that it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -49,6 +50,8 @@ class GatedDeltaNet(nn.Module):
             heads, group = state.key_heads, state.value_heads // state.key_heads
             many = {"in_proj_qkvz": heads * ((channels + values) // heads)}
             few = {"in_proj_ba": heads * (2 * group)}
+            sizes = (*state.parts, values), [state.value_heads] * 2
+            self.many_X, self.few_X = (nn.Buffer(_by_part(each, heads), persistent=False) for each in sizes)
         self.in_proj_qkvz, self.in_proj_ba = (new(name, size, parts, bias=False) for parts in (many, few))
         self.conv1d = Convolution(channels, state.width)
         self.A_log, self.dt_bias = (
@@ -74,12 +77,15 @@ class GatedDeltaNet(nn.Module):
     def projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""
         many_TX, few_TX = self.in_proj_qkvz(x_TH), self.in_proj_ba(x_TH)
-        parts, heads = self.state.parts, self.state.key_heads
-        if not self.grouped:
-            mixed_TC, gate_TI = many_TX.split((sum(parts), parts[-1]), -1)
-            b_TV, a_TV = few_TX.chunk(2, -1)
-            return mixed_TC, gate_TI, b_TV, a_TV
-        sizes = [size // heads for size in (*parts, parts[-1])]
-        *mixed, gate_TI = (each.flatten(1) for each in many_TX.unflatten(-1, (heads, -1)).split(sizes, -1))
-        b_TV, a_TV = (each.flatten(1) for each in few_TX.unflatten(-1, (heads, -1)).chunk(2, -1))
-        return torch.cat(mixed, -1), gate_TI, b_TV, a_TV
+        if self.grouped:
+            many_TX, few_TX = many_TX.index_select(1, self.many_X), few_TX.index_select(1, self.few_X)
+        parts = self.state.parts
+        mixed_TC, gate_TI = many_TX.split((sum(parts), parts[-1]), -1)
+        b_TV, a_TV = few_TX.chunk(2, -1)
+        return mixed_TC, gate_TI, b_TV, a_TV
+
+
+def _by_part(sizes: Sequence[int], heads: int) -> Tensor:
+    """Return where the channels of parts of these sizes lie, of which each key head's are together."""
+    index_JX = torch.arange(sum(sizes)).view(heads, -1)
+    return torch.cat([each.flatten() for each in index_JX.split([size // heads for size in sizes], 1)])
