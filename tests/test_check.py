@@ -328,9 +328,8 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
         ).draft
         for each in ("none", "int8", "fp8")
     )
-    layers = [
-        child for child in head_of(cast(Scheduler, built.engine)).modules() if isinstance(child, Linear)
-    ]
+    head = head_of(cast(Scheduler, built.engine))
+    layers = {each for each in (*head.modules(), head.reader) if isinstance(each, Linear)}
     copies = [
         layer.out_features * (layer.in_features + 4 * ceil(layer.in_features / 128)) for layer in layers
     ]

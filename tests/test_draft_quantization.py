@@ -35,7 +35,7 @@ from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.mtp import MTPHead
 from specserve.models.draft.token_map import score_by
 from specserve.process import assemble as build
-from tests.engines import Checkpoints, answer_all, head_of, make_scheduler, multiply_integers
+from tests.engines import Checkpoints, answer_all, context_of, head_of, make_scheduler, multiply_integers
 
 PROMPTS = [[5, 17, 3, 40, 8], [9, 2, 31, 31, 7, 12]]
 SAMPLING = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
@@ -60,17 +60,17 @@ def grids_of(weight: Tensor) -> list[str]:
 @pytest.mark.parametrize("quantization", GRIDS)
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
 def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: str, quantization: str) -> None:
-    """But a head of the target's."""
+    """Its head too, which the target reads as it was."""
     plain, rounded = (head_rounded_to(each, random_models, algorithm) for each in ("none", quantization))
     before = {name: m for name, m in plain.named_modules() if isinstance(m, Linear)}
     after = {name: m for name, m in rounded.named_modules() if isinstance(m, Linear)}
-    assert before.keys() == after.keys() >= {"self_attn.qkv_proj", "mlp.down_proj"}
+    assert {*before, "lm_head"} == after.keys() >= {"self_attn.qkv_proj", "mlp.down_proj"}
     for name, layer in after.items():
-        assert grids_of(before[name].weight) == []
+        assert name not in before or grids_of(before[name].weight) == []
         assert grids_of(layer.weight) == [quantization]
         assert layer.rounding == (torch.int8 if quantization == "int8" else None)
-    target = head_rounded_to(quantization, random_models, "EAGLE").reader
-    assert grids_of(target.weight) == []
+    scheduler = random_models.scheduler(algorithm, (3, 1, 4), speculative_draft_quantization=quantization)
+    assert grids_of(context_of(scheduler).target.lm_head.weight) == []
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,11 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
+def rounds_in_place(weight_OI: Tensor) -> bool:
+    """Return whether a weight that is quantized is only rounded, where it lies."""
+    return weight_OI.is_cpu or weight_OI.dtype == torch.float64
+
+
 @torch.no_grad()
 def quantize_linears(module: nn.Module, quantization: str, leave: Collection[str] = ()) -> None:
     """Quantize every ``Linear`` of a module, except experts' and those named in ``leave``. ``quantization``: a key of
@@ -231,7 +236,7 @@ def quantize_linears(module: nn.Module, quantization: str, leave: Collection[str
     for name, child in list(module.named_modules()):
         if not isinstance(child, Linear) or child.stacked or child.kept_plain or name in leave:
             continue
-        if not child.weight.is_cpu and child.weight.dtype != torch.float64:
+        if not rounds_in_place(child.weight):
             module.set_submodule(name, QuantizedLinear(child, dtype))
         else:
             child.weight.copy_(dequantize(*quantize(child.weight, dtype)))

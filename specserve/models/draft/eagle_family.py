@@ -60,6 +60,8 @@ def load_head(
             head.read_embedding_first()
         if prepare is not None:
             prepare(reading, head)
+        if draft.quantization != "none" and head.reader is target.lm_head:
+            head.copy_head(target.lm_head)
 
     return load_draft(draft, target, reading.source, make, reading.ids, loaded)
 

@@ -19,6 +19,7 @@ from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.embedding import Embedding
 from specserve.layers.latent import Projected
 from specserve.layers.latent_attention import LatentAttention
+from specserve.layers.linear import Linear, rounds_in_place
 from specserve.layers.norms import RMSNorm
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
@@ -178,9 +179,16 @@ class LayerHead(DraftModule):
         out: Tensor = self.reader(read_NH)
         return out
 
+    def copy_head(self, plain: nn.Module) -> None:
+        """Make a head of 16 or more bits, the target's, its own, so that it is quantized for drafts alone."""
+        if isinstance(plain, Linear):
+            weight_VH, bias_V = plain.rows(None)
+            copied_VH = weight_VH.clone() if rounds_in_place(weight_VH) else weight_VH
+            self.lm_head, self._lm_head = Linear.of(copied_VH, bias_V), None
+
     @property
     def unquantized(self) -> Collection[str]:
-        """The output head, unless it is its own and all its rows are used."""
+        """The output head, unless all its rows are used."""
         return () if self._lm_head is None else ("lm_head",)
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Projected:
