@@ -83,7 +83,7 @@ def test_sinks_biases_of_experts_latents_and_states(family: str, tmp_path: Path)
     path = dummy(tmp_path, family, max_position_embeddings=64)
     settings: dict[str, Any] = {"load_format": "dummy", "page_size": 4}
     expected = answer_all(make_scheduler(path, **settings), WORK)
-    own = "NEXTN" if family == "deepseek v3" else "NGRAM"
+    own = "NEXTN" if family in ("deepseek v3", "qwen3 next") else "NGRAM"
     tree = {"speculative_algorithm": own, **dict(zip(SHAPES, SHAPE, strict=True))}
     with closing(make_scheduler(path, tensor_parallel_size=2, **settings, **tree)) as scheduler:
         assert_same(answer_all(scheduler, WORK), expected)

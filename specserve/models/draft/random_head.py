@@ -17,11 +17,10 @@ _TAPS = (0, 0, 0)  # as many states as EAGLE-3 fuses if no list names them
 def random_head(path: Path, config: Mapping[str, Any], heads: Sequence[str]) -> RandomTensors:
     """Return random tensors with the names and shapes by which heads are read. ``config``: a head's, flat; ``heads``:
     the kinds that it may be. Raises ValueError naming a field that the shapes need."""
-    (field, count), file = own_heads(config), path / "config.json"
-    own = "MTP" in heads and bool(count)
-    if own and not {*OWN_HEADS["NEXTN"]}.isdisjoint(config.get("architectures") or ()):
-        after = f"layers.{config['num_hidden_layers']}.eh_proj.weight"
-        return RandomTensors(path, {"mtp.layers.0." if field.startswith("mtp") else after: ()}, "draft.")
+    count, file = own_heads(config)[1], path / "config.json"
+    own, named = "MTP" in heads and bool(count), config.get("architectures") or ()
+    if "MTP" in heads and count != 0 and not {*OWN_HEADS["NEXTN"]}.isdisjoint(named):
+        return RandomTensors(path, {f"layers.{config['num_hidden_layers']}.eh_proj.weight": ()}, "draft.")
     fused = not own and (
         heads[0] not in ("EAGLE", "MTP") or ("draft_vocab_size" in config and "EAGLE3" in heads)
     )
