@@ -17,7 +17,7 @@ from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
 from specserve.kv import states
 from specserve.process.assemble import resolve_engine
-from specserve.scheduler import points, prompt_chunk, scheduler
+from specserve.scheduler import memory, points, prompt_chunk, scheduler
 from specserve.scheduler.points import Snapshots
 from tests.engines import Answer, Client, answer_all, context_of, make_scheduler
 from tests.reference.models import make_qwen3_5
@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
         patched.setattr(states, "BLOCK", 8)
         patched.setattr(points, "INTERVAL", 32)
-        for module in (points, scheduler):
+        for module in (memory, points, scheduler):
             patched.setattr(module, "CLOSE", 12)
         patched.setattr(prompt_chunk, "LAUNCH_COST", 1)
         yield
@@ -110,6 +110,10 @@ def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
     assert engines.cached(raw) == [56], "all but the last token's page"
     assert [engines.cached([*raw[:shared], *text(9)]) for _ in range(3)] == [[32], [52], [52]]
     assert engines.scheduler.stats().cached_tokens == 16 + 28 + 52 + 52 + 56 + 32 + 52 + 52
+    begin = text(48)
+    assert engines.cached(*([*begin, *text(5)] for _ in range(3))) == [0, 48, 48], (
+        "who comes first cuts for others"
+    )
 
 
 def test_few_snapshots_and_pages(target: Path) -> None:

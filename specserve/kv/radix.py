@@ -38,12 +38,14 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix that can be used: its pages by table, 0 before a window, and the snapshot of the state after them, 0
-    without states. ``known``: how many pages of the tokens are cached, whether they can be used or not."""
+    """A prefix that can be used, and how many ``tokens`` it has: its pages by table, 0 before a window, and the
+    snapshot of the state after them, 0 without states. ``known``: tokens that are cached, whether they can be used or
+    not."""
 
+    tokens: int
+    known: int
     pages: list[list[int]]
     state: int
-    known: int
 
 
 class RadixCache:
@@ -94,13 +96,14 @@ class RadixCache:
         for window, pages in zip(self._windows, found, strict=True):
             first = first_page(window, best * size, size)
             pages[:] = [0] * first + pages[first:best]
-        if state := states.get(best, 0):
-            self._kept.move_to_end(state)
+        prefix = Prefix(best * size, end * size, found, states.get(best, 0))
+        if prefix.state:
+            self._kept.move_to_end(prefix.state)
         for node, _ in path if self._sliding else ():
             best -= len(node.keys)
             if not best:
                 self._end_at(node)
-        return Prefix(found, state, end)
+        return prefix
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
         """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt``; 0

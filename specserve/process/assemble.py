@@ -343,7 +343,7 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
         token_feature_size=drafter.needs.token_feature_size,
     )
     _check_states(config, ranks)
-    states = _states(config, config.max_running_requests + 1, device, ranks)
+    states = _states(config, config.max_running_requests + 1, device, ranks, "running requests and padding")
     snapshots = _states(config, config.snapshots or 0, device, ranks)
     longest, fraction = config.context_length, config.mem_fraction_static
     share = fraction / ranks.count if device.type == "cpu" else fraction
@@ -486,13 +486,15 @@ def _check_states(config: EngineConfig, ranks: Ranks) -> None:
         )
 
 
-def _states(config: EngineConfig, rows: int, device: torch.device, ranks: Ranks) -> States | None:
+def _states(
+    config: EngineConfig, rows: int, device: torch.device, ranks: Ranks, whose: str = "cached prefixes"
+) -> States | None:
     """Make so many states of the layers that keep one; None if there are none."""
     layers = config.model.on(ranks).states
     if not layers or not rows:
         return None
     states = States(layers, rows, DTYPES[config.dtype], device, DTYPES.get(config.mamba_ssm_dtype))
-    log.info("%d states of requests or cached prefixes take %.2f GiB", rows, states.nbytes / 2**30)
+    log.info("%d states of %s take %.2f GiB", rows, whose, states.nbytes / 2**30)
     return states
 
 

@@ -7,14 +7,15 @@ in flight reads a page before a later one writes it for its next owner. A copy o
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from itertools import compress, count
 from operator import ne
 
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
-from specserve.kv.radix import RadixCache
-from specserve.scheduler.points import Snapshots
+from specserve.kv.radix import Prefix, RadixCache
+from specserve.scheduler.points import CLOSE, Snapshots
 from specserve.scheduler.request import Hold, Request
 from specserve.speculation.state import PageRun
 
@@ -43,25 +44,31 @@ class Memory:
         return -(-tokens // self.page_size)
 
     def take_prefix(self, request: Request, tokens: Sequence[int]) -> int:
-        """Give the request the cached pages of its tokens, in place of its own. At least the last token is left to
-        compute. Return how many tokens are cached, or were before; if there are more now, ``request.state`` is the
-        snapshot after them, which is to be copied before anything else runs."""
-        request.state = 0
+        """Give the request the longest cached prefix of its tokens, as ``take`` does."""
+        return self.take(request, self.find(request, tokens))
+
+    def find(self, request: Request, tokens: Sequence[int]) -> Prefix:
+        """Return the longest cached prefix of a request's tokens. At least the last token is left to compute."""
         if self.cache is None:
-            return 0
-        found = self.cache.match(tokens[: len(tokens) - 1], request.salt)
-        cached, request.known = len(found.pages[0]), found.known * self.page_size
-        if cached * self.page_size <= request.prefilled:
+            return Prefix(0, 0, [[] for _ in self.windows], 0)
+        return self.cache.match(tokens[: len(tokens) - 1], request.salt)
+
+    def take(self, request: Request, found: Prefix) -> int:
+        """Give the request a prefix's pages, in place of its own. Return how many tokens are cached, or were before; if
+        there are more now, ``request.state`` is the snapshot after them, which is to be copied before anything else
+        runs."""
+        request.state, request.known = 0, found.known
+        if found.tokens <= request.prefilled:
             return request.prefilled
         request.state = found.state
         for window, hold, pages in zip(self.windows, self._holds(request), found.pages, strict=True):
-            start = first_page(window, cached * self.page_size, self.page_size)
+            start = first_page(window, found.tokens, self.page_size)
             self.allocator.share(pages[start:])
-            own = cached - hold.start
+            own = found.tokens // self.page_size - hold.start
             assert own >= 0, "an earlier prefix, whose pages it holds, is still cached"
             self.allocator.release(hold.pages[:own])
             hold.start, hold.pages = start, pages[start:] + hold.pages[own:]
-        return cached * self.page_size
+        return found.tokens
 
     def _holds(self, request: Request) -> list[Hold]:
         """Return the request's holds, one for each table."""
@@ -70,15 +77,20 @@ class Memory:
 
     def shared(self, request: Request, other: Request) -> int:
         """Return how many tokens the cache could give the request once ``other`` has computed its prompt; 0 if they do
-        not include the page that the request needs next."""
+        not include the page that the request needs next. The other will leave a snapshot there if that saves much."""
         page = slice(request.prefilled, request.prefilled + self.page_size)
         if self.cache is None or (request.salt, request.context[page]) != (other.salt, other.context[page]):
             return 0
         most = min(len(request.context) - 1, len(other.context))
         same = next(compress(count(), map(ne, request.context, other.context)), most)
-        if self._snapshots is not None:
-            return max((point for point in other.points if point <= min(same, most)), default=0)
-        return min(same, most) // self.page_size * self.page_size
+        same = min(same, most) // self.page_size * self.page_size
+        if self._snapshots is None:
+            return same
+        point = max((point for point in other.points if point <= same), default=0)
+        if same - max(point, other.prefilled) < CLOSE:
+            return point
+        insort(other.points, same)
+        return same
 
     def points(self, request: Request) -> list[int]:
         """Return where the request's prompt is cut for snapshots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from specserve.engine.commands import Row
 from specserve.scheduler.counters import Counters
@@ -41,13 +42,15 @@ class PromptChunk:
     def add(self, request: Request) -> None:
         """Add as many of a request's prompt tokens as there is room for, and pages, unless it should wait."""
         if not request.begun:
+            if self._still_waits(request):
+                return
             # Reuse what was computed of its prompt since it got its slot.
-            request.prefilled = self._memory.take_prefix(request, request.reusable)
+            found = self._memory.find(request, request.reusable)
+            if self._should_wait(request, found.tokens):
+                return
+            request.prefilled = self._memory.take(request, found)
             if request.state:
                 self.restored.append((request.slot, request.state))
-                request.waits = 0
-            if self._should_wait(request):
-                return
             request.points = self._memory.points(request)
         begin = request.prefilled
         cut = next((point for point in request.points if point > begin), len(request.context))
@@ -77,18 +80,27 @@ class PromptChunk:
         request.consumed = len(request.output)
         self.begun.append(row_init(request, cached, self._memory.page_size))
 
-    def _should_wait(self, request: Request) -> bool:
-        """Return whether the launch already computes so much of a request's prompt that waiting for it saves more than
-        another launch costs. A request for prompt log-probabilities never waits: it has to compute its tokens
-        itself."""
+    def _still_waits(self, request: Request) -> bool:
+        """Return whether the launch only goes on to compute what a request waits for."""
+        if request.awaited is None:
+            return False
+        other, until = request.awaited
+        return any(other.slot == row.slot and row.length - len(row.tokens) < until for row in self.rows)
+
+    def _should_wait(self, request: Request, cached: int) -> bool:
+        """Return whether the launch already computes so much of a request's prompt, of which ``cached`` tokens are in
+        the cache, that waiting for it saves more than another launch costs. A request for prompt log-probabilities
+        never waits: it has to compute its tokens itself."""
         if request.scores is not None or request.waits == MOST_WAITS:
             return False
-        shared = max((self._memory.shared(request, other) for other in self.requests), default=0)
-        saved = max(0, shared - request.prefilled)
+        shares = [(self._memory.shared(request, other), other) for other in self.requests]
+        shared, other = max(shares, key=itemgetter(0), default=(0, request))
+        saved = max(0, shared - max(cached, request.prefilled))
         if not saved or self._again + saved < self._most:
             self._again += saved
             return False
         request.waits += 1
+        request.awaited = other, shared
         return True
 
 

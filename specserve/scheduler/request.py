@@ -50,11 +50,12 @@ class Request:
     begun: bool = False  # its first chunk is launched, and its row on the device written
     context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
     prefilled: int = 0  # tokens of the context that are launched or cached
-    waits: int = 0  # launches that it waited for because they compute a part of its prompt
+    waits: int = 0  # times that it waited because launches compute a part of its prompt
+    awaited: tuple[Request, int] | None = None  # whose prompt, and up to which token
     remembered: int = 0  # whole pages offered to the prefix cache
     known: int = 0  # tokens of the context that the prefix cache has, with or without a snapshot
     state: int = 0  # the snapshot from which it continues; 0: none, or copied already
-    points: Sequence[int] = ()  # where its prompt is cut for snapshots
+    points: list[int] = field(default_factory=list)  # where its prompt is cut for snapshots
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit at least one token each
     consumed: int = 0  # output tokens that its constraint has consumed
@@ -69,7 +70,8 @@ class Request:
 
     def leave_slot(self) -> None:
         self.slot, self.inflight, self.pending = -1, 0, 0
-        self.begun, self.context, self.waits, self.points = False, (), 0, ()
+        self.begun, self.context, self.points = False, (), []
+        self.waits, self.awaited = 0, None
 
     def extend(self, tokens: list[int], predicted: range, from_step: bool) -> None:
         """Append tokens, of which ``predicted`` matched those indices of its prediction."""

@@ -318,7 +318,8 @@ def test_snapshots(page_size: int) -> None:
         found, (known,) = cache.match(tokens), cache.find(tokens)
         best = max((prefix for prefix in prefixes if prefix in states), key=len, default=())
         assert found.pages == [known[: len(best) // page_size]]
-        assert (found.known, found.state) == (len(known), states.get(best, 0))
+        assert (found.tokens, found.known) == (len(best), len(known) * page_size)
+        assert found.state == states.get(best, 0)
         if found.state:
             hits += 1
             states[best] = states.pop(best)

@@ -165,7 +165,7 @@ def test_a_prompt_waits_for_few_launches(random_models: Checkpoints) -> None:
     prompts = [[*TEXT[: 16 * i], *random.Random(i).choices(range(64), k=20)] for i in range(1, 25)]
     settings = {"page_size": 16, "chunked_prefill_size": 4096, "max_total_tokens": 8192}
     scheduler = random_models.scheduler(*SHAPES[0], max_running_requests=24, **settings)
-    with patch.object(scheduler.memory, "take_prefix", side_effect=scheduler.memory.take_prefix) as looks:
+    with patch.object(scheduler.memory, "find", side_effect=scheduler.memory.find) as looks:
         launches = rows_by_launch(scheduler, prompts, SamplingParams(max_tokens=2))
     assert [len(rows) for rows in launches] == [6, 6, 12]
     looked = Counter(call.args[0].rid for call in looks.call_args_list)
