@@ -126,6 +126,8 @@ READ_EARLY = {
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_grow_kernel": {"length_ptr"},
+    "_convolve_kernel": {"weight_ptr"},
+    "_decays_kernel": {"rate_ptr", "bias_ptr"},
     "_scan": {"rows", "table"},
     "_finish": {"rows", "table"},
 }

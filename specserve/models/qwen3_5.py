@@ -38,7 +38,7 @@ class GatedAttention(Attention):
         return torch.cat([qkv_TND[:, :heads:2], qkv_TND[:, heads:]], 1)
 
     def gated(self, attended_TI: Tensor, qkv_TND: Tensor) -> Tensor:
-        return attended_TI * qkv_TND[:, 1 : 2 * self.config.num_heads : 2].flatten(1).sigmoid()
+        return attended_TI * qkv_TND[:, 1 : 2 * self.config.num_heads : 2].sigmoid().flatten(1)
 
 
 class AttentionLayer(DecoderLayer):

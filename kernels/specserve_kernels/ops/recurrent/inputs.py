@@ -1,6 +1,7 @@
 """What each token gives to the delta rule on a GPU, and what its row keeps of it.
 
-A token's sums have one order, whatever the launch: taps and decays from the token backwards, one by one.
+A token's sums have one order, whatever the launch: taps and decays from the token backwards, one by one. Weights are
+read before the wait.
 
 Shapes as in the reference; N heads of keys, or as many channels of values, that a program has, or N tokens.
 """
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv, next_power_of_2
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
 from specserve_kernels.reference.recurrent.inputs import EPS
 
@@ -59,6 +60,7 @@ def convolve(
         K=weight_CK.shape[1],
         E=runs.back_TE.shape[1],
         N=many,
+        BLOCK=next_power_of_2(weight_CK.shape[1]),
         num_warps=4,
         **overlap(),
     )
@@ -169,9 +171,9 @@ def _convolve_kernel(
     K: tl.constexpr,
     E: tl.constexpr,
     N: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    take_turn(OVERLAP)
     KEYS: tl.constexpr = J * D
     C: tl.constexpr = 2 * KEYS + VALUES
     SPLITS: tl.constexpr = (J + N - 1) // N
@@ -180,10 +182,14 @@ def _convolve_kernel(
     place_ND = head_N[:, None] * D + tl.arange(0, D)[None, :]
     mask_ND = place_ND < tl.where(part < 2, KEYS, VALUES)
     channel_ND = part * KEYS + place_ND
+    index_11K = tl.arange(0, BLOCK)[None, None, :]
+    there_NDK = mask_ND[:, :, None] & (index_11K < K)
+    weight_NDK = load_settled(weight_ptr + channel_ND[:, :, None] * K + index_11K, there_NDK, 0.0)
     weights = ()
     for distance in tl.static_range(K):
-        at_ND = weight_ptr + channel_ND * K + K - 1 - distance
-        weights += (tl.load(at_ND, mask=mask_ND, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        own_NDK = tl.where(index_11K == K - 1 - distance, weight_NDK.to(tl.float32), 0.0)
+        weights += (tl.sum(own_NDK, 2),)  # type: ignore[assignment]
+    take_turn(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * run
     for i in range(0, tl.minimum(run, tokens - first)):
         t = first + i
@@ -233,15 +239,15 @@ def _decays_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    take_turn(OVERLAP)
     t_N1 = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)[:, None]
     v_1V = tl.arange(0, BLOCK)[None, :]
     there_N1, there_1V = t_N1 < tokens, v_1V < V
     live_NV = there_N1 & there_1V
+    rate_1V = -tl.exp(load_settled(rate_ptr + v_1V, there_1V, 0.0))
+    bias_1V = load_settled(bias_ptr + v_1V, there_1V, 0.0)
+    take_turn(OVERLAP)
     row_N1 = tl.load(rows_ptr + t_N1, mask=there_N1, other=0)
     position_N1 = tl.load(position_ptr + t_N1, mask=there_N1, other=0)
-    rate_1V = -tl.exp(tl.load(rate_ptr + v_1V, mask=there_1V, other=0.0))
-    bias_1V = tl.load(bias_ptr + v_1V, mask=there_1V, other=0.0)
     b_NV = tl.load(b_ptr + t_N1 * b_stride + v_1V, mask=live_NV, other=0.0)
     beta_NV = (1 / (1 + tl.exp(-b_NV.to(tl.float32)))).to(b_NV.dtype)
     tl.store(beta_ptr + t_N1 * V + v_1V, beta_NV.to(tl.float32), mask=live_NV)
