@@ -35,6 +35,7 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls
 from specserve.messages import Failed, Tokens
 from specserve.outputs import Collector, PromptJobs, RequestOutput
+from specserve.process.spares import Spares
 
 if TYPE_CHECKING:
     from specserve.process.local import LocalEngine
@@ -54,20 +55,24 @@ class _Model:
     """What ``LLM`` and ``AsyncLLM`` share: an engine in a thread of this process, and how requests are planned."""
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
+        given = make_settings(**({} if model_path is None else {"model_path": model_path}), **settings)
+        for name in _ignored_settings(given):
+            log.warning("%s has no effect: only the server reads it", name)
+        with Spares(given.tensor_parallel_size) as spares:
+            self._load(given, spares)
+
+    def _load(self, given: Settings, spares: Spares) -> None:
         from specserve.process.assemble import resolve_engine
         from specserve.process.local import LocalEngine
         from specserve.process.worker import load_engine
 
-        given = make_settings(**({} if model_path is None else {"model_path": model_path}), **settings)
-        for name in _ignored_settings(given):
-            log.warning("%s has no effect: only the server reads it", name)
         self.settings, _, config = resolve_engine(given)
         self._vocab_size = config.model.vocab_size
         self._ends = config.model.eos_token_ids
         self._defaults = config.request_defaults
         self._planning = threading.Lock()  # a tokenizer encodes for one thread at a time
         self.tokenizer: Tokenizer | None = None
-        engine = LocalEngine(partial(load_engine, config))
+        engine = LocalEngine(partial(load_engine, config, spares))
         try:
             if not given.skip_tokenizer_init:
                 self.tokenizer = Tokenizer.load(

@@ -16,7 +16,8 @@ import torch
 
 from specserve.layers.ranks import Ranks
 from specserve.process.follower import follow
-from specserve.process.peers import RankGone, SocketPeers, connect
+from specserve.process.peers import RankGone, SocketPeers
+from specserve.process.spares import connect
 
 Found = TypeVar("Found")
 FOLLOWER = "follower"  # the name of a rank's thread
@@ -44,7 +45,7 @@ def on_ranks(count: int, work: Callable[[Ranks], Found], experts: int = 1) -> li
 class ThreadRank:
     """A follower in a thread, as ``Followers`` sees its process."""
 
-    def __init__(self, control: socket, peers: Mapping[int, socket], _: Mapping[str, str]) -> None:
+    def __init__(self, control: socket, peers: Mapping[int, socket]) -> None:
         self._code: int | None = None
         self.pid = os.getpid()
 
@@ -74,7 +75,7 @@ def ranks_in_threads(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with patch("specserve.process.followers.start_process", ThreadRank):
+        with patch("specserve.process.spares.start_process", ThreadRank):
             yield
     finally:
         torch.set_default_dtype(before)

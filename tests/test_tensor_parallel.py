@@ -21,11 +21,12 @@ from specserve import LLM, SamplingParams, grammar
 from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.methods import NONE
-from specserve.process import followers, worker
+from specserve.process import spares, worker
 from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.process.follower import is_stopped
-from specserve.process.followers import start_process
+from specserve.process.followers import Followers
 from specserve.process.peers import TICK, RankGone, in_time
+from specserve.process.spares import Spares, start_process
 from tests.engines import Answer, Checkpoints, Client, answer_all, make_scheduler
 from tests.front.processes import wait
 from tests.ranks import FOLLOWER, ranks_in_threads
@@ -192,16 +193,16 @@ def test_kernels_do_not_wait_for_a_rank_that_ends_or_hangs(agreeing: Checkpoints
 
     given = list[socket]()
 
-    def start(control: socket, peers: Mapping[int, socket], _: Mapping[str, str]) -> object:
+    def start(control: socket, peers: Mapping[int, socket]) -> object:
         given.extend((control, *peers.values()))
         return process
 
     with (
         patch("specserve.process.gpu_peers.cards", return_value=["0", "0"]),
         patch("specserve.process.gpu_peers.GpuPeers", return_value=gpu),
-        patch("specserve.process.followers.start_process", start),
+        patch("specserve.process.spares.start_process", start),
     ):
-        ranks = followers.Followers(replace(config_of(agreeing), device="cuda"))
+        ranks = Followers(replace(config_of(agreeing), device="cuda"), Spares(2))
     for each in given:
         each.close()
     gpu.late = 1
@@ -240,7 +241,7 @@ def test_a_process_that_ends_or_hangs_ends_the_engine(
 ) -> None:
     """One that ends is noticed while there is nothing to do, one that hangs after a second. None is left."""
     processes = Processes()
-    monkeypatch.setattr(followers, "start_process", processes)
+    monkeypatch.setattr(spares, "start_process", processes)
     monkeypatch.setattr(worker, "REST", 0.1)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float64", "skip_tokenizer_init": True}
     settings |= {"max_total_tokens": 256, "dist_timeout": 1}
@@ -273,3 +274,12 @@ def test_what_is_stopped_as_a_group_is_not_late() -> None:
         process.send_signal(signal.SIGSTOP)
         wait(lambda: is_stopped(process.pid), 20)
         process.kill()
+
+
+def test_processes_that_nobody_takes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes()
+    monkeypatch.setattr(spares, "start_process", processes)
+    with Spares(2):
+        pass
+    (process,) = processes.found
+    assert process.poll() == -signal.SIGKILL

@@ -56,6 +56,7 @@ from specserve.models.kv_scales import has_kv_scales, read_kv_scales
 from specserve.process import gpu_peers, phase
 from specserve.process.fingerprint import fingerprint
 from specserve.process.followers import Followers
+from specserve.process.spares import Spares
 from specserve.scheduler.admission import Admission
 from specserve.scheduler.limits import Limits
 from specserve.scheduler.memory import Memory
@@ -120,12 +121,16 @@ def resolve_engine(
     return settings, notes, replace(config, request_defaults=defaults)
 
 
-def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
-    """Load everything that the configuration names, and start the other ranks. Raises ValueError for what can't be
-    served. ``before_launch`` is called after the weights are loaded and before the first launch."""
+def create_scheduler(
+    config: EngineConfig, before_launch: Callable[[], None] = lambda: None, spares: Spares | None = None
+) -> Scheduler:
+    """Load everything that the configuration names, also in the processes of other ranks, which are taken from
+    ``spares`` or started. Raises ValueError for what can't be served. ``before_launch`` is called after the weights are
+    loaded and before the first launch."""
     if config.tensor_parallel_size == 1:
         return _create(config, before_launch, None)
-    followers = Followers(config)
+    with spares or Spares(config.tensor_parallel_size) as others:
+        followers = Followers(config, others)
     try:
         return _create(config, before_launch, followers)
     except BaseException:

@@ -37,7 +37,8 @@ def follow(
         if first is None:
             return 0
         job: Job = pickle.loads(first)
-        rank, config = job
+        rank, config, environment = job
+        os.environ.update(environment)
         peers = SocketPeers(rank, sockets)
         torch.set_num_threads(config.threads)
         plan, gpu = shape_plan(config), None

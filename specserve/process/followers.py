@@ -6,19 +6,17 @@ They and their sockets have no names: when rank 0's process ends in whatever way
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +24,8 @@ from specserve.config.engine import EngineConfig
 from specserve.engine.commands import Command, encode
 from specserve.layers.ranks import Peers
 from specserve.process import gpu_peers
-from specserve.process.peers import TICK, RankGone, SocketPeers, connect, in_time
+from specserve.process.peers import TICK, RankGone, SocketPeers, in_time
+from specserve.process.spares import Spares
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Job(NamedTuple):
-    """A follower's first message."""
+    """A follower's first message. ``environment``: its variables for GPUs, on which nothing has run."""
 
     rank: int
     config: EngineConfig
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,6 @@ class Word:
     error: str = ""
     user_error: bool = False
     trace: str = ""
-
-
-class Process(Protocol):
-    """What is needed of a ``Popen``."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
 
 
 def put(control: socket.socket, message: bytes, seconds: float | None = None) -> None:
@@ -88,52 +78,29 @@ def _read(control: socket.socket, size: int) -> bytes | None:
     return bytes(found)
 
 
-def start_process(
-    control: socket.socket, peers: Mapping[int, socket.socket], environment: Mapping[str, str]
-) -> Process:
-    """Start a follower that owns these sockets, with these variables in addition. Ctrl-C does not reach it. Raises
-    OSError."""
-    numbers = control.fileno(), *(each.fileno() for each in peers.values())
-    given = [str(numbers[0]), *(f"{rank}:{each.fileno()}" for rank, each in peers.items())]
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "specserve.process.follower", *given],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-            pass_fds=numbers,
-            start_new_session=True,
-        )
-    finally:
-        for each in (control, *peers.values()):
-            each.close()
-
-
 class Followers(Peers):
     """The ranks from 1 on, as rank 0 sees them."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start them loading. Raises ValueError if they can't be started."""
+    def __init__(self, config: EngineConfig, spares: Spares) -> None:
+        """Start them loading. Raises RankGone, and ValueError if there are too few GPUs."""
         count, self._gpu = config.tensor_parallel_size, None
         environments: list[dict[str, str]] = [{}] * count
         if config.device == "cuda":
             cards = gpu_peers.cards(count)
             environments = [gpu_peers.environment(cards, rank) for rank in range(count)]
             self._gpu = gpu_peers.GpuPeers(0, count, self)
-        mine, *others = connect(count)
-        self._peers = SocketPeers(0, mine)
-        self._controls: dict[int, socket.socket] = {}
-        self._processes: dict[int, Process] = {}
+        sockets, self._controls, self._processes = spares.take()
+        self._peers = SocketPeers(0, sockets)
         self._broken, self._seconds = False, config.dist_timeout
         self.ranks = config.place(0, self._gpu or self)
         self._closed = threading.Event()
-        try:
-            for rank, peers in enumerate(others, 1):
-                self._controls[rank], theirs = socket.socketpair()
-                self._processes[rank] = start_process(theirs, peers, environments[rank])
-                put(self._controls[rank], pickle.dumps(Job(rank, config)))
-        except OSError as error:
-            self.close()
-            raise ValueError(f"the process of rank {rank} can't start: {error}") from None
+        for rank, control in self._controls.items():
+            try:
+                put(control, pickle.dumps(Job(rank, config, environments[rank])))
+            except OSError:
+                reason = self._reason(rank)
+                self.close()
+                raise reason from None
         if self._gpu is not None:
             threading.Thread(target=self._watch, name="specserve-ranks", daemon=True).start()
 

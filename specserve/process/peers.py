@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from specserve.layers.ranks import Peers
+from specserve.process.spares import PIECE
 
-PIECE = 1 << 16  # bytes: two of them fit a socket's buffer, so that sending never waits for a peer that sends
 TICK = 0.5  # seconds of this process that are counted while it waits: by the clock, it may have been stopped
-_BUFFER = 8 * PIECE
 
 
 class RankGone(RuntimeError):
@@ -39,17 +38,6 @@ def in_time(act: Callable[[], int], seconds: float | None, excused: Callable[[],
                 left -= 1
                 if not left:
                     raise
-
-
-def connect(count: int) -> list[dict[int, socket.socket]]:
-    """Return each rank's sockets to the others."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for one in range(count):
-        for other in range(one + 1, count):
-            ends[one][other], ends[other][one] = socket.socketpair()
-    for end in (each for sockets in ends for each in sockets.values()):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-    return ends
 
 
 class SocketPeers(Peers):

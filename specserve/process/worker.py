@@ -41,6 +41,7 @@ from specserve.messages import (
     encode,
 )
 from specserve.process import phase
+from specserve.process.spares import Spares
 
 if TYPE_CHECKING:
     from specserve.config.engine import EngineConfig
@@ -111,18 +112,19 @@ Build = Callable[[Settings], Built]
 
 def build_scheduler(settings: Settings) -> Built:
     """Resolve the settings and load the model. Raises ValueError for a user's mistake."""
-    from specserve.process.assemble import resolve_engine
+    with Spares(settings.tensor_parallel_size) as spares:
+        from specserve.process.assemble import resolve_engine
 
-    resolved, notes, config = resolve_engine(settings, with_front=True)
-    return Built(load_engine(config), resolved, [*notes])
+        resolved, notes, config = resolve_engine(settings, with_front=True)
+        return Built(load_engine(config, spares), resolved, [*notes])
 
 
-def load_engine(config: EngineConfig) -> Scheduler:
-    """Load the model, and compile its kernels at the same time."""
+def load_engine(config: EngineConfig, spares: Spares | None = None) -> Scheduler:
+    """Load the model, and compile its kernels at the same time. ``spares``: processes for other ranks."""
     from specserve.process.assemble import create_scheduler
 
     if config.device != "cuda" or config.attention_backend != "triton":
-        return create_scheduler(config)
+        return create_scheduler(config, spares=spares)
     from specserve.process.compile import CompileAhead
 
     ahead = CompileAhead.begin(config)
@@ -131,7 +133,7 @@ def load_engine(config: EngineConfig) -> Scheduler:
         phase.enter("compiling kernels")
         ahead.load()
 
-    scheduler = create_scheduler(config, load)
+    scheduler = create_scheduler(config, load, spares)
     ahead.serve()
     return scheduler
 

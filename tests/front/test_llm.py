@@ -69,7 +69,7 @@ def make_async(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncLLM:
 def prepare(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_tokenizer().save_pretrained(path)
     monkeypatch.setattr(specserve.models.read_config, "load_model_config", lambda *_: MODEL_CONFIG)
-    monkeypatch.setattr(specserve.process.assemble, "create_scheduler", lambda *_: FakeEngine(_echo))
+    monkeypatch.setattr(specserve.process.assemble, "create_scheduler", lambda *_, **__: FakeEngine(_echo))
 
 
 def _echo(message: Submit) -> list[int]:
@@ -294,7 +294,7 @@ def test_a_build_that_nobody_waits_for_ends(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "tokenizer.json").unlink()
     building, entered = threading.Event(), list[str]()
 
-    def create(*_: object) -> FakeEngine:
+    def create(*_: object, **__: object) -> FakeEngine:
         phase.enter("begun")
         building.set()
         while True:
