@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -21,9 +22,13 @@ from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler
+from tests.reference.gemma4 import draw_weights
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
-from tests.reference.quantized import DIALECTS, dequantize, quantize
+from tests.reference.packed_bits import pack_quantized
+from tests.reference.quantized import DIALECTS, dequantize, packed_group, quantize
+from tests.test_more_targets import MLA, SIZES
+from tests.test_published_configs import KIMI
 from tests.test_targets import recorded_logits
 
 
@@ -114,6 +119,39 @@ def test_the_logits_of_what_quantized_experts_mean(dialect: str, wide: Path, tmp
     with held_as_on_a_gpu():
         torch.testing.assert_close(logits_of(path, torch.float32), expected, rtol=0, atol=1e-3)
     assert (expected - logits_of(wide, torch.float64)).abs().max() > 1e-3
+
+
+KIMI_LEFT = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+]
+
+
+def test_kimi_k2_with_experts_alone_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fields and layout give the text of the numbers that the file means, also held as on a GPU."""
+    sizes = {**MLA, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    model = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**{**SIZES, **sizes, "n_group": 1, "topk_group": 1})
+    )
+    draw_weights(model)
+    model.save_pretrained(tmp_path / "drawn")
+    state, config = load_checkpoint(tmp_path / "drawn")
+    del config["rope_parameters"]
+    config |= {"model_type": "kimi_k2", **{name: KIMI[name] for name in ("rope_theta", "rope_scaling")}}
+    drawn = save_checkpoint(tmp_path / "plain", state, config, safetensors=True)
+    monkeypatch.setitem(DIALECTS, "Kimi-K2", (pack_quantized(32), {**packed_group(32), "ignore": KIMI_LEFT}))
+    path = quantize(drawn, tmp_path / "quantized", "Kimi-K2", in_experts)
+    meant = save_checkpoint(tmp_path / "meant", *dequantize(path), safetensors=True)
+    work = [([3, 9, 27, 17], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
+
+    def text(files: Path, dtype: str = "float64") -> list[int]:
+        return answer_all(make_scheduler(files, dtype=dtype), work)[0].tokens
+
+    assert text(path) == (wanted := text(meant)) != text(drawn)
+    with held_as_on_a_gpu():
+        assert text(path, "float32") == wanted
 
 
 def test_the_logits_of_what_mxfp4_means(tmp_path: Path) -> None:
