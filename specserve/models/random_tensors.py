@@ -36,9 +36,9 @@ and attention's is nearly the mean of all tokens."""
 _SPREAD = 0.05  # of norms' weights around 1, and of biases around 0
 _QUANTIZED: Dtypes = {
     "qweight": None, "scales": torch.float16, "qzeros": None, "weight_scale": torch.bfloat16,
-    "g_idx": None, "weight_g_idx": None, "blocks": None, "weight_scale_2": torch.float32,
+    "blocks": None, "weight_scale_2": torch.float32,
 }  # fmt: skip
-"""The tensors that a quantized module may have and that decide about its format."""
+"""The tensors that a quantized module may have and that decide about its format; ``_INDICES`` are asked for by some."""
 
 
 class RandomTensors(TensorFiles):
@@ -145,9 +145,14 @@ def random_format(quantization_config: object, model: TargetModel) -> WeightForm
             continue
         for part in module.parts or [name]:
             tensors = {f"{outside}.{part}.{kind}": dtype for kind, dtype in _QUANTIZED.items()}
-            with suppress(ExcludedError):
+            try:
                 read_format(quantization_config, tensors)
-                found |= tensors
+            except ExcludedError:
+                continue
+            except ValueError:
+                tensors |= dict.fromkeys(f"{outside}.{part}.{kind}" for kind in _INDICES)
+                read_format(quantization_config, tensors)
+            found |= tensors
     last, after = (f"layers.{number}." for number in (model.config.num_layers - 1, model.config.num_layers))
     found |= {name.replace(last, after): dtype for name, dtype in found.items() if name.startswith(last)}
     return read_format(quantization_config, found)

@@ -137,12 +137,7 @@ class StoredProjection(Projection):
 
     def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
         del self._files
-        numbers = []
-        for name, part in zip(self.parts, files, strict=True):
-            numbers.append(self.layout.numbers(self._in_order(part), self._device))
-            for each in (numbers[-1].scale_SG, numbers[-1].unit_O1):
-                if each is not None and not each.is_meta and not each.isfinite().all():
-                    raise ValueError(f"the scales of {name} must be finite numbers, found others")
+        numbers = self._numbers(files)
         if self.stacked and any(part.order_I is not None for part in numbers):
             raise ValueError("experts need inputs in their order, found another one in g_idx")
         biases = [moved(part["bias"], self._device, self._dtype) for part in files if "bias" in part]
@@ -150,6 +145,22 @@ class StoredProjection(Projection):
             self._hold(numbers, torch.cat(biases) if biases else None)
         else:
             self.apart = self._each_part(numbers, biases or [None] * len(numbers))
+
+    def _numbers(self, files: Sequence[Mapping[str, Tensor]]) -> list[Numbers]:
+        """Return each part's weight. Parts without data, such as thousands of experts, may be the same tensors: their
+        numbers are copied, which takes as many bytes and less time."""
+        numbers, made = list[Numbers](), dict[tuple[int, ...], Numbers]()
+        for name, part in zip(self.parts, files, strict=True):
+            tensors = tuple(map(id, part.values()))
+            if tensors in made:
+                numbers.append(_copied(made[tensors]))
+                continue
+            made[tensors] = found = self.layout.numbers(self._in_order(part), self._device)
+            numbers.append(found)
+            for each in (found.scale_SG, found.unit_O1):
+                if each is not None and not each.is_meta and not each.isfinite().all():
+                    raise ValueError(f"the scales of {name} must be finite numbers, found others")
+        return numbers
 
     def _in_order(self, part: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a rank's inputs without the numbers of their groups. Raises ValueError unless these follow each other,
@@ -279,6 +290,13 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
 def _in_one_order(parts: Sequence[Numbers]) -> bool:
     orders = [part.order_I for part in parts if part.order_I is not None]
     return not orders or (len(orders) == len(parts) and all(torch.equal(each, orders[0]) for each in orders))
+
+
+def _copied(part: Numbers) -> Numbers:
+    changes: dict[str, Any] = {
+        name: each.clone() for name, each in part._asdict().items() if isinstance(each, Tensor)
+    }
+    return part._replace(**changes)
 
 
 def _each_output(part: Numbers) -> Numbers:
