@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import threading
@@ -24,7 +25,7 @@ from specserve.methods import NONE
 from specserve.process import spares, worker
 from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.process.follower import is_stopped
-from specserve.process.followers import Followers
+from specserve.process.followers import Followers, take
 from specserve.process.peers import TICK, RankGone, in_time
 from specserve.process.spares import Spares, start_process
 from tests.engines import Answer, Checkpoints, Client, answer_all, make_scheduler
@@ -198,11 +199,14 @@ def test_kernels_do_not_wait_for_a_rank_that_ends_or_hangs(agreeing: Checkpoints
         return process
 
     with (
-        patch("specserve.process.gpu_peers.cards", return_value=["0", "0"]),
+        patch("specserve.process.gpu_peers.cards", return_value=["2", "0"]),
         patch("specserve.process.gpu_peers.GpuPeers", return_value=gpu),
         patch("specserve.process.spares.start_process", start),
     ):
         ranks = Followers(replace(config_of(agreeing), device="cuda"), Spares(2))
+    assert pickle.loads(take(given[0]) or b"").environment == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    own, other = ranks.places
+    assert (own["device"], other) == ("cuda:2", {"device": "cuda:0", "pid": process.pid})
     for each in given:
         each.close()
     gpu.late = 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from specserve.constraints.masks import Masks
 from specserve.engine.commands import (
@@ -52,7 +52,7 @@ class Followers(Protocol):
     ranks: Ranks
 
     @property
-    def pids(self) -> Sequence[int]: ...
+    def places(self) -> list[dict[str, Any]]: ...
     def send(self, command: Command) -> None: ...
     def check(self) -> None:
         """Raise RankGone if one has ended."""

@@ -208,7 +208,7 @@ def assemble(
         windows=_windows(pool.config.target),
     )
     no_grammars = _prepare_grammars(config, runner)
-    pids = os.getpid(), *(() if runner.followers is None else runner.followers.pids)
+    place = {"device": str(context.state.device), "pid": os.getpid()}
     info = EngineInfo(
         no_grammars=no_grammars,
         context_length=capacity.context_length,
@@ -226,7 +226,7 @@ def assemble(
             "seconds": round(graphs.seconds, 2),
             "memory_bytes": graphs.memory_bytes,
         },
-        ranks=[{"device": str(context.state.device), "pid": pid} for pid in pids],
+        ranks=[place] if runner.followers is None else runner.followers.places,
     )
     admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
     return Scheduler(runner, memory, admission, limits, policy, info, _observers(config, runner))

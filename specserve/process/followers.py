@@ -6,6 +6,7 @@ They and their sockets have no names: when rank 0's process ends in whatever way
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import socket
 import struct
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -85,8 +86,10 @@ class Followers(Peers):
         """Start them loading. Raises RankGone, and ValueError if there are too few GPUs."""
         count, self._gpu = config.tensor_parallel_size, None
         environments: list[dict[str, str]] = [{}] * count
+        self._devices = [config.device] * count
         if config.device == "cuda":
             cards = gpu_peers.cards(count)
+            self._devices = [f"cuda:{card}" for card in cards]
             environments = [gpu_peers.environment(cards, rank) for rank in range(count)]
             self._gpu = gpu_peers.GpuPeers(0, count, self)
         sockets, self._controls, self._processes = spares.take()
@@ -117,8 +120,10 @@ class Followers(Peers):
             self._gpu.expect_within(self._seconds)
 
     @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
+    def places(self) -> list[dict[str, Any]]:
+        """Each rank's device, a GPU as CUDA_VISIBLE_DEVICES names it, and process."""
+        pids = os.getpid(), *(process.pid for process in self._processes.values())
+        return [{"device": device, "pid": pid} for device, pid in zip(self._devices, pids, strict=True)]
 
     def send(self, command: Command) -> None:
         message = encode(command)
