@@ -20,6 +20,7 @@ from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
 from specserve.config.speculation import SHAPE
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.methods import carries_draft
 from specserve.models.checkpoint import load_target
 from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
@@ -99,7 +100,9 @@ def load_options(description: str | None, quantization: bool = False) -> argpars
     parser = options(description)
     parser.add_argument("--model", default=str(BUNDLED_MODEL), help="directory of the target")
     parser.add_argument(
-        "--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]), help="directory of its EAGLE-3 draft"
+        "--eagle3",
+        default=str(BUNDLED_DRAFTS["EAGLE3"]),
+        help="directory of its EAGLE-3 draft, or its own, whose layer drafts",
     )
     parser.add_argument("--dtype", default="auto")
     if quantization:
@@ -162,10 +165,12 @@ def shape_settings(drafting: Drafting) -> dict[str, Any]:
 
 
 def eagle3_settings(drafting: Drafting, draft: str | Path) -> dict[str, Any]:
-    """The flags of EAGLE-3 with this draft, none for plain decoding."""
+    """The flags of EAGLE-3 with this draft, or of the target's own layer if it is the target; none for plain
+    decoding."""
     if drafting is None:
         return {}
-    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    algorithm = "NEXTN" if carries_draft("NEXTN", Path(draft)) else "EAGLE3"
+    head = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft)}
     return head | shape_settings(drafting)
 
 

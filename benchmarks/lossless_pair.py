@@ -2,15 +2,15 @@
 
     python -m benchmarks.cost_faithful --random only --output DIR
     python -m benchmarks.lossless_pair --pair DIR/random [--texts 200] [--alone 48] [--dtype bfloat16]
-        [--load-format dummy] [--prompt-tokens 20 300] [--batches 64 8 1]
+        [--load-format dummy] [--prompt-tokens 20 300] [--batches 64 8 1] [--draft target]
 
 The folder of the pair has ``target`` and ``eagle3``, with ``--load-format dummy`` only a ``config.json`` of each, of
-any shape; without ``--random`` that is DIR, with drafts that are often right (give it ``--prompts heldout``). Plain
-decoding at the first batch says what is expected. Then plain decoding, EAGLE-3 with ``SHAPES`` and the controller
-answer all prompts in each batch, and ``--alone`` of them one by one. A random draft is hardly ever right, so each shape
-also runs with predictions: the expected text with every 7th token wrong. Compared are the token ids and, as exact
-floats, the log-probability of each token and of the five best, which are of the raw logits. Best tokens of equal
-log-probability may come in any order.
+any shape; with ``--draft target`` the target's own layer drafts; without ``--random`` that is DIR, with drafts that are
+often right (give it ``--prompts heldout``). Plain decoding at the first batch says what is expected. Then plain
+decoding, EAGLE-3 with ``SHAPES`` and the controller answer all prompts in each batch, and ``--alone`` of them one by
+one. A random draft is hardly ever right, so each shape also runs with predictions: the expected text with every 7th
+token wrong. Compared are the token ids and, as exact floats, the log-probability of each token and of the five best,
+which are of the raw logits. Best tokens of equal log-probability may come in any order.
 
 One line for each run; ends with 1 if anything differs. Where sums have no fixed order (not bfloat16 on a GPU), only
 texts count; use float64 there.
@@ -63,7 +63,7 @@ def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "disable_radix_cache": True,
         "max_running_requests": args.batches[0],
         "max_total_tokens": args.batches[0] * (args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS),
-        **eagle3_settings(SHAPES[name], args.pair / "eagle3"),
+        **eagle3_settings(SHAPES[name], args.pair / args.draft),
     }
 
 
@@ -166,6 +166,7 @@ def main() -> None:
     assert __doc__ is not None
     parser = options(__doc__)
     parser.add_argument("--pair", type=Path, required=True, help="folder of target and eagle3")
+    parser.add_argument("--draft", choices=("eagle3", "target"), default="eagle3")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     parser.add_argument("--texts", type=int, default=200)
