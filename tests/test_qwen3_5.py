@@ -17,6 +17,7 @@ from specserve.config import make_settings
 from specserve.kv import states
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
+from specserve.scheduler import points
 from tests.engines import answer_all, make_scheduler
 from tests.reference.models import make_qwen3_5
 
@@ -48,6 +49,7 @@ def test_every_text_is_identical(
     """In half of the configurations: in chunks, pages and trees across ends of blocks, from cached prefixes, and
     preempted."""
     monkeypatch.setattr(states, "BLOCK", 16)
+    monkeypatch.setattr(points, "LAUNCH_COST", 4)
     target = make_qwen3_5(tmp_path / "target", branch_scale=0.04, head_dim=32, state_size=16)
     models = Models(target, {"EAGLE": target}, dtype, device)  # its own layer drafts
     items = make_items(prompts([3, 15, 16, 17, 31, 40]), 6, 20)

@@ -43,13 +43,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks of 8 tokens, snapshots every 32; prompts wait for any tokens that they share."""
+    """Blocks of 8 tokens, snapshots every 32; a launch costs as much as 8."""
     with monkeypatch.context() as patched:
         patched.setattr(states, "BLOCK", 8)
         patched.setattr(points, "INTERVAL", 32)
-        for module in (memory, points, scheduler):
-            patched.setattr(module, "CLOSE", 12)
-        patched.setattr(prompt_chunk, "LAUNCH_COST", 1)
+        for module in (memory, points, prompt_chunk, scheduler):
+            patched.setattr(module, "LAUNCH_COST", 8)
         yield
 
 
@@ -81,17 +80,17 @@ class Engines:
 
 
 def test_points() -> None:
-    """Ends of pages with 32 tokens between, and of messages: the first, those that are not close, the last. The prompt
-    ends close to it."""
+    """Ends of pages with 32 tokens between, where texts branch, and of messages and prompts that are not close."""
     snapshots = Snapshots(9, {END})
     lengths = 9, 3, 20, 2, 4, 6
     chat = [token for length in lengths for token in (*text(length - 1), END)] + text(3)
-    assert snapshots.points(chat, 0, PAGE) == [8, 32, 44]
-    assert snapshots.points(chat, 17, PAGE) == [8, 17, 32, 44]
-    assert snapshots.points(text(80), 40, PAGE) == [32, 40, 64, 76]
-    assert snapshots.points(text(80), 80, PAGE) == [32, 64, 76]
-    assert snapshots.points([*text(6), END], 0, 64) == []
-    assert Snapshots(4, {END}).points(text(170), 0, PAGE) == [96, 168], "half of the room"
+    assert snapshots.points(chat, 0, 0, PAGE) == [8, 32, 44]
+    assert snapshots.points(chat, 8, 20, PAGE) == [20, 32, 44]
+    assert snapshots.points(text(80), 0, 40, PAGE) == [32, 40, 64, 76]
+    assert snapshots.points(text(70), 0, 4, PAGE) == [32, 64]
+    assert snapshots.points(text(70), 32, 32, PAGE, forked=True) == [64, 68]
+    assert snapshots.points([*text(6), END], 0, 0, 64) == []
+    assert Snapshots(4, {END}).points(text(170), 0, 0, PAGE) == [96, 168], "half of the room"
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
@@ -163,7 +162,7 @@ def test_other_ranks_keep_the_same(target: Path) -> None:
     first, second = (make_scheduler(target, page_size=PAGE) for _ in range(2))
     first.runner.followers = recorder = Recorder()
     prompt = text(40)
-    assert [answer_all(first, [(prompt, PARAMS)])[0].cached_tokens for _ in range(2)] == [0, 36]
+    assert [answer_all(first, [(prompt, PARAMS)])[0].cached_tokens for _ in range(2)] == [0, 32]
     follower = Executor(context_of(second), {})
     for message in recorder.sent:
         follower.run(decode(message))

@@ -15,7 +15,7 @@ from operator import ne
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
 from specserve.kv.radix import Prefix, RadixCache
-from specserve.scheduler.points import CLOSE, Snapshots
+from specserve.scheduler.points import LAUNCH_COST, Snapshots
 from specserve.scheduler.request import Hold, Request
 from specserve.speculation.state import PageRun
 
@@ -87,16 +87,17 @@ class Memory:
         if self._snapshots is None:
             return same
         point = max((point for point in other.points if point <= same), default=0)
-        if same - max(point, other.prefilled) < CLOSE:
+        if same - max(point, other.prefilled) < LAUNCH_COST:
             return point
         insort(other.points, same)
         return same
 
-    def points(self, request: Request) -> list[int]:
-        """Return where the request's prompt is cut for snapshots."""
+    def points(self, request: Request, forked: bool) -> list[int]:
+        """Return where the request's prompt is cut for snapshots. ``forked``: others have the same."""
         if self.cache is None or self._snapshots is None:
             return []
-        return self._snapshots.points(request.context, request.known, self.page_size)
+        known = request.prefilled, request.known
+        return self._snapshots.points(request.context, *known, self.page_size, forked)
 
     def keep(self, request: Request) -> int:
         """Return the number of a new snapshot of the request's state, if it is at a point of its prompt without one; 0

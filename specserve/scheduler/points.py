@@ -1,16 +1,18 @@
 """Where prompts are cut, so that a snapshot of their state can be kept: a launch leaves the state after its last token.
 
-Points are ends of pages: the last of a prompt and of messages in it, where its text leaves a cached one, and every
-1,024 tokens.
+Points are ends of pages: where a text leaves a cached one, the last of messages and of prompts, and every 1,024 tokens.
+A cut costs a launch, so that of messages and prompts none is a point which would save less than that.
 """
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 INTERVAL = 1024
-CLOSE = 256  # tokens that take about as long as one more launch
+# The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
+LAUNCH_COST = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +22,28 @@ class Snapshots:
     room: int
     ends: Collection[int]
 
-    def points(self, tokens: Sequence[int], known: int, page_size: int) -> list[int]:
-        """Return the points of a prompt, of which ``known`` tokens are cached, in order. A message's end between the
-        first and the last, and the prompt's, is none if it is close to one before it. Those in between are further
+    def points(
+        self, tokens: Sequence[int], cached: int, known: int, page_size: int, forked: bool = False
+    ) -> list[int]:
+        """Return the points of a prompt of which ``cached`` tokens can be used and ``known`` are cached, in order. The
+        first and the last message go first. ``forked``: the prompt's end is always one. Those at intervals are further
         apart where a long prompt would take more than half of the room."""
         most = (len(tokens) - 1) // page_size * page_size  # the last token is always computed
         after = (index for index, token in enumerate(tokens, 1) if token in self.ends)
         ends = sorted({min(end // page_size * page_size, most) for end in after})
-        found = {0}
-        for end in (*ends, most):
-            if end in ends[:1] + ends[-1:] or end - max(found) >= CLOSE or len(found) == 1:
-                found.add(end)
-        if not any(0 <= known - point <= page_size for point in found):
-            found.add(known)
+        found = [0, cached, *([known] if known > cached + page_size else [])]
+        for end in (*ends[:1], *ends[-1:], *ends[1:-1]):
+            if _far(end, found):
+                insort(found, end)
         step = max(INTERVAL // page_size, 1) * page_size
         step *= max(1, -(-2 * (most // step) // self.room))
-        return sorted((found | {*range(step, most + 1, step)}) - {0})
+        found = sorted({*found, *range(step, most + 1, step)})
+        if forked or _far(most, found):
+            found.append(most)
+        return [point for point in sorted({*found}) if point > cached]
+
+
+def _far(end: int, points: Sequence[int]) -> bool:
+    """Return whether the points next to a place are so far from it that the tokens between cost more than a launch."""
+    at = bisect(points, end)
+    return all(abs(end - point) >= LAUNCH_COST for point in points[max(at - 1, 0) : at + 1])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from operator import itemgetter
 
 from specserve.engine.commands import Row
 from specserve.scheduler.counters import Counters
 from specserve.scheduler.memory import Memory
+from specserve.scheduler.points import LAUNCH_COST
 from specserve.scheduler.request import Request, row_init
 from specserve.speculation.state import PageRun, RowInit
 
-# The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
-LAUNCH_COST = 256
 MOST_WAITS = 2  # launches that one request waits for
 
 
@@ -39,8 +39,9 @@ class PromptChunk:
     def tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
-    def add(self, request: Request) -> None:
-        """Add as many of a request's prompt tokens as there is room for, and pages, unless it should wait."""
+    def add(self, request: Request, forked: bool) -> None:
+        """Add as many of a request's prompt tokens as there is room for, and pages, unless it should wait. ``forked``:
+        another has the same prompt."""
         if not request.begun:
             if self._still_waits(request):
                 return
@@ -51,7 +52,7 @@ class PromptChunk:
             request.prefilled = self._memory.take(request, found)
             if request.state:
                 self.restored.append((request.slot, request.state))
-            request.points = self._memory.points(request)
+            request.points = self._memory.points(request, forked)
         begin = request.prefilled
         cut = next((point for point in request.points if point > begin), len(request.context))
         end, pages = self._memory.extend(request, min(begin + self.room, cut))
@@ -109,7 +110,7 @@ def fill_chunk(
 ) -> PromptChunk:
     """Return a launch of at most ``room`` tokens of up to ``most`` of the requests that have prompt tokens left."""
     chunk = PromptChunk(memory, counters, room)
-    for request in requests:
+    for request, following in zip_longest(requests, requests[1:]):
         if request.prefilling and chunk.room and len(chunk.rows) < most:
-            chunk.add(request)
+            chunk.add(request, forked=following is not None and following.context == request.context)
     return chunk

@@ -29,7 +29,7 @@ from specserve.scheduler.limits import ATTEMPTS, Gathering, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.pipeline import InFlight, Pipeline
-from specserve.scheduler.points import CLOSE
+from specserve.scheduler.points import LAUNCH_COST
 from specserve.scheduler.prompt_chunk import PromptChunk, fill_chunk
 from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
@@ -253,7 +253,7 @@ class Scheduler:
         self.runner.set_pages(SetPages(changed))
         self.runner.copy_states(CopyStates(kept))
         left = [len(request.context) - request.prefilled for request in requests]
-        more = kept and chunk.room and (not steps or max(left) >= CLOSE)
+        more = kept and chunk.room and (not steps or max(left) >= LAUNCH_COST)
         return 1 + (self._launch_prefill(chunk.room) if more else 0)
 
     def _prefill(self, chunk: PromptChunk) -> Launch:

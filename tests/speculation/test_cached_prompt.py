@@ -12,7 +12,8 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
 from specserve.engine.launch import Launch
-from specserve.scheduler.prompt_chunk import LAUNCH_COST, MOST_WAITS
+from specserve.scheduler.points import LAUNCH_COST
+from specserve.scheduler.prompt_chunk import MOST_WAITS
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import (
     Answer,
