@@ -176,9 +176,10 @@ class Starting(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine reports about itself. ``kv_pool``: as ``PoolUse``. ``no_grammars``: why requests can't use
-    grammars, None if they can. ``request_defaults``: sampling parameters of requests that don't set them, where they
-    are not OpenAI's. ``ranks``: each one's device and process."""
+    """What an engine reports about itself. ``kv_pool``: as ``PoolUse``. ``states``: those of running requests and of
+    cached prefixes, and their bytes. ``no_grammars``: why requests can't use grammars, None if they can.
+    ``request_defaults``: sampling parameters of requests that don't set them, where they are not OpenAI's. ``ranks``:
+    each one's device and process."""
 
     no_grammars: str | None
     context_length: int
@@ -186,6 +187,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     page_size: int
     kv_pool: dict[str, int]
+    states: dict[str, int]
     vocab_size: int
     eos_token_ids: list[int]
     request_defaults: dict[str, Any]

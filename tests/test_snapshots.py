@@ -182,9 +182,6 @@ def test_settings(target: Path) -> None:
         notes(max_mamba_cache_size=16)
     given = {"mamba_full_memory_ratio": 0.9, "disable_radix_cache": True}
     assert "--mamba-full-memory-ratio has no effect: no prefix is cached" in notes(**given)
-    small, large = (
-        context_of(make_scheduler(target, mamba_full_memory_ratio=ratio)).snapshots for ratio in (0.1, 0.5)
-    )
-    assert small is not None
-    assert large is not None
-    assert 4 * small.rows < large.rows
+    small, large = (make_scheduler(target, mamba_full_memory_ratio=ratio).info.states for ratio in (0.1, 0.5))
+    assert 4 * small["prefixes"] < large["prefixes"]
+    assert small["memory_bytes"] < large["memory_bytes"]

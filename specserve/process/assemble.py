@@ -216,6 +216,7 @@ def assemble(
         num_pages=memory.allocator.capacity,
         page_size=pool.page_size,
         kv_pool=asdict(use),
+        states={} if context.states is None else _states_info(context.states, kept),
         vocab_size=capacity.vocab_size,
         eos_token_ids=list(config.model.eos_token_ids),
         request_defaults=dict(config.request_defaults),
@@ -230,6 +231,11 @@ def assemble(
     )
     admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
     return Scheduler(runner, memory, admission, limits, policy, info, _observers(config, runner))
+
+
+def _states_info(states: States, kept: States | None) -> dict[str, int]:
+    prefixes, size = (0, 0) if kept is None else (kept.rows, kept.nbytes)
+    return {"requests": states.rows - 1, "prefixes": prefixes, "memory_bytes": states.nbytes + size}
 
 
 def _windows(specs: Sequence[KVSpec]) -> list[tuple[int, float]]:

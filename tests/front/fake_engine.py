@@ -35,6 +35,7 @@ class FakeEngine:
             num_pages=16,
             page_size=16,
             kv_pool={},
+            states={},
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             request_defaults={},

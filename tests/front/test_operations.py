@@ -55,6 +55,8 @@ def test_server_info(serve: Serve) -> None:
         "speculation": None,
         "cuda_graphs": {},
         "kv_pool": {},
+        "states": {},
+        "ranks": [],
     }
 
 
