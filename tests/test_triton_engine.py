@@ -30,7 +30,7 @@ from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
 from tests.reference.glm import make_glm
 from tests.reference.gpt_oss import make_gpt_oss
-from tests.reference.models import make_gemma3
+from tests.reference.models import make_gemma3, make_qwen3_5
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
 
@@ -173,6 +173,11 @@ def deepseek_with_nextn(path: Path) -> tuple[Path, Path]:
     return target, target
 
 
+def qwen3_5_with_nextn(path: Path) -> tuple[Path, Path]:
+    target = make_qwen3_5(path / "target", hidden=64, head_dim=32, state_size=16, branch_scale=0.04)
+    return target, target
+
+
 @pytest.mark.parametrize(
     ("made", "longest"),
     [
@@ -180,13 +185,14 @@ def deepseek_with_nextn(path: Path) -> tuple[Path, Path]:
         (gemma4_with_assistant, 82),
         (gpt_oss_with_eagle3, 30),
         (deepseek_with_nextn, 30),
+        (qwen3_5_with_nextn, 40),
     ],
 )
 def test_other_layers_than_llama_s(
     made: Callable[[Path], tuple[Path, Path]], longest: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU, experts, sinks and
-    latents."""
+    """Prompts before and after the end of a window, in chunks; norms with wide weights, GELU, experts, sinks, latents
+    and states."""
     target, draft = made(tmp_path)
     settings = {
         "dtype": "float32",

@@ -95,5 +95,6 @@ class StatePass:
         rows_BS, end_BS = (
             each_B[:, None].expand_as(position_BS) for each_B in (runs.rows_B, runs.length_B + count_B)
         )
-        where = [each.flatten() for each in (accepted.path_BS, rows_BS, position_BS, end_BS)]
+        # Flattened alone, one request's repeated row would be a view that repeats it by a stride of 0.
+        where = [each.contiguous().flatten() for each in (accepted.path_BS, rows_BS, position_BS, end_BS)]
         keep_last(self.states.rings, self.left, *where)

@@ -108,7 +108,7 @@ def keep_last(
 ) -> None:
     key_LREJD, value_LREVU, _, input_LRWC = tables
     layers, rows, entries = key_LREJD.shape[:3]
-    assert all(each.is_contiguous() for each in (*tables, *left))
+    assert all(each.is_contiguous() for each in (*tables, *left, index_N, rows_N, position_N, end_N))
     _keep_kernel[(len(index_N), layers)](
         *tables,
         *left,
