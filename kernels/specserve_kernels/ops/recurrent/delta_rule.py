@@ -25,11 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv
-from specserve_kernels.ops.pdl import overlap, wait_for_inputs
+from specserve_kernels.ops.pdl import INTERPRETED, overlap, wait_for_inputs
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
 
 TILE = 16  # tokens; a block is a multiple
-_TILE = tl.constexpr(TILE)
+_UNROLLED = tl.constexpr(8)  # entries of a fold that are read at once
+_TILE, _COMPILED = tl.constexpr(TILE), tl.constexpr(not INTERPRETED)
 _CHANNELS = {
     2: 32,
     4: 16,
@@ -139,6 +140,17 @@ def _add(sum_NX, weight_N, value_X):
 
 
 @triton.jit
+def _add_in_order(sum_NX, weight_NC, value_CX):
+    """Add products one by one, each by an FMA: so does a ``dot`` of float32 on a GPU."""
+    if _COMPILED:
+        return tl.dot(weight_NC, value_CX, sum_NX, input_precision="ieee")
+    value_XC = tl.trans(value_CX)
+    for c in range(_TILE):
+        sum_NX = _add(sum_NX, _column(weight_NC, c), _column(value_XC, c))
+    return sum_NX
+
+
+@triton.jit
 def _fold(
     state_DX, first, length, begin, channel_X, j, v,
     key, made, decay,  # own tokens, the first of which is at position ``length``: [T, J, D], [T, V, U], [T, V]
@@ -151,19 +163,17 @@ def _fold(
     index_D = tl.arange(0, D)
     added_DX = tl.zeros_like(state_DX)
     run = 0.0
-    for c in range(BLOCK):
+    for c in tl.range(BLOCK, loop_unroll_factor=_UNROLLED):
         position = begin + BLOCK - 1 - c
-        place = position % E
-        key_at, value_at = kept_key + (place * J + j) * D, kept_value + (place * V + v) * U
-        decay_at = kept_decay + place * V + v
-        if position >= length:
-            token = (first + position - length).to(tl.int64)
-            key_at, value_at = key + (token * J + j) * D, made + (token * V + v) * U
-            decay_at = decay + token * V + v
-        key_D = tl.load(key_at + index_D).to(tl.float32) * tl.exp(run)
-        value_X = tl.load(value_at + channel_X, mask=channel_X < U, other=0.0).to(tl.float32)
-        added_DX = _add(added_DX, key_D, value_X)
-        run += tl.load(decay_at)
+        place, own = position % E, position >= length
+        token = (first + position - length).to(tl.int64)
+        key_at = tl.where(own, key + (token * J + j) * D, kept_key + (place * J + j) * D)
+        value_at = tl.where(own, made + (token * V + v) * U, kept_value + (place * V + v) * U)
+        decay_at = tl.where(own, decay + token * V + v, kept_decay + place * V + v)
+        key_D, own_decay = tl.load(key_at + index_D), tl.load(decay_at)
+        value_X = tl.load(value_at + channel_X, mask=channel_X < U, other=0.0)
+        added_DX = _add(added_DX, key_D.to(tl.float32) * tl.exp(run), value_X.to(tl.float32))
+        run += own_decay
     return tl.fma(tl.full(state_DX.shape, 1.0, tl.float32) * tl.exp(run), state_DX, added_DX)
 
 
@@ -326,23 +336,13 @@ def _delta_kernel(
                 weight_NC = tl.load(
                     decays + (token_N[:, None] * E + distance_NC - 1) * V + v, mask=seen_NC, other=0.0
                 )
-                by_key_NC = weight_NC * tl.where(seen_NC, _pairs(key_ND, key_CD), 0.0)
-                by_query_NC = weight_NC * tl.where(seen_NC, _pairs(query_ND, key_CD), 0.0)
-                for c in range(_TILE):
-                    position = begin + turn * _TILE + c
-                    value_at = kept_value + (position % E * V + v) * U
-                    there = position < known
-                    token = first + position - length
-                    if in_tree:
-                        token = first + node + c
-                        there = token < end
-                    if in_tree | (position >= length):
-                        value_at = made + (token.to(tl.int64) * V + v) * U
-                    value_X = tl.load(
-                        value_at + channel_X, mask=channel_X < tl.where(there, U, 0), other=0.0
-                    ).to(tl.float32)
-                    seen_NX = _add(seen_NX, _column(by_key_NC, c), value_X)
-                    out_NX = _add(out_NX, _column(by_query_NC, c), value_X)
+                by_key_NC = weight_NC * _pairs(key_ND, key_CD)
+                by_query_NC = weight_NC * _pairs(query_ND, key_CD)
+                value_C = tl.where(own_C, made + (token_C * V + v) * U, kept_value + (place_C * V + v) * U)
+                mask_CX = there_C[:, None] & (channel_X < U)[None, :]
+                value_CX = tl.load(value_C[:, None] + channel_X[None, :], mask=mask_CX, other=0.0)
+                seen_NX = _add_in_order(seen_NX, by_key_NC, value_CX.to(tl.float32))
+                out_NX = _add_in_order(out_NX, by_query_NC, value_CX.to(tl.float32))
 
             # The tile's own.
             distance_NC = position_N[:, None] - position_N[None, :]
@@ -353,16 +353,16 @@ def _delta_kernel(
             weight_NC = tl.load(
                 decays + (token_N[:, None] * E + distance_NC - 1) * V + v, mask=seen_NC, other=0.0
             )
-            by_key_NC = weight_NC * tl.where(seen_NC, _pairs(key_ND, key_ND), 0.0)
+            by_key_NC = weight_NC * _pairs(key_ND, key_ND)
             same_NC = index_N[:, None] == index_N[None, :]
             weight_NC = tl.where(same_NC, 1.0, weight_NC)
-            by_query_NC = weight_NC * tl.where(seen_NC | same_NC, _pairs(query_ND, key_ND), 0.0)
+            by_query_NC = weight_NC * _pairs(query_ND, key_ND)
             beta_N = tl.load(beta + token_N * V + v).to(tl.float32)
             at_NX = (token_N * V + v)[:, None] * U + channel_X[None, :]
             mask_NX = live_N[:, None] & (channel_X < U)[None, :]
             value_NX = tl.load(value + at_NX, mask=mask_NX, other=0.0).to(tl.float32)
             made_NX = tl.zeros_like(value_NX)
-            for c in range(_TILE):
+            for c in range(tl.maximum(skipped - tile, 0), tl.minimum(end - first + skipped - tile, _TILE)):
                 own_N1 = (index_N == c)[:, None]
                 new_X = tl.sum(tl.where(own_N1, beta_N[:, None] * (value_NX - seen_NX), 0.0), 0)
                 new_X = new_X.to(made.dtype.element_ty).to(tl.float32)
