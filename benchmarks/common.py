@@ -120,8 +120,10 @@ def load_options(description: str | None, quantization: bool = False) -> argpars
 
 
 def parse_load(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """``--quick`` applied."""
+    """``--quick`` applied. Random weights come without a tokenizer."""
     args = parser.parse_args()
+    if getattr(args, "load_format", "auto") == "dummy":
+        args.prompts = "random"
     if args.quick:
         small = {"prompt_tokens": 32, "new_tokens": 9, "repeats": 1, "max_batch": 16}
         for name, value in small.items():

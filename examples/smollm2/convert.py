@@ -66,7 +66,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path)
-    convert(source(), parser.parse_args().output)
+    args = parser.parse_args()
+    convert(source(), args.output)
 
 
 if __name__ == "__main__":

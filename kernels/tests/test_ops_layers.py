@@ -29,9 +29,9 @@ GPU = torch.cuda.is_available()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor, times: int = 1) -> None:
     assert found.dtype == expected.dtype
-    tolerance = TOLERANCE[found.dtype]
+    tolerance = times * TOLERANCE[found.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -64,23 +64,24 @@ def test_norms_of_a_scaled_sum(draw) -> None:
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 3840), (7, 100), (2, 1152), (0, 64)])
 def test_a_norm_before_the_sum_changes_no_bits(draw, tokens: int, width: int, wide: bool) -> None:
-    """Against one launch after the other. On a GPU in 16 bits: in 32 a product and a sum are rounded once."""
+    """Against one launch after the other; on a GPU if the product is rounded, otherwise it is with the sum."""
     x, residual, scale = draw(tokens, width), draw(tokens, width), draw(1)
     first, weight = (each.float() if wide else each for each in (draw(width), draw(width)))
     dtypes = [x.dtype] if GPU else [torch.float32, torch.bfloat16]
     for dtype in dtypes:
         x, residual, scale = x.to(dtype), residual.to(dtype), scale.to(dtype)
+        exact = not GPU or (wide and dtype.itemsize == 2)
         for version in (norm, reference_norm) if dtype == draw(1).dtype else (reference_norm,):
             for scales in (None, scale):
                 found = version.add_rms_norm(x, residual, weight, 1e-6, first, scales)
                 normed = version.rms_norm(x, first, 1e-6)
                 expected = version.add_rms_norm(normed, residual, weight, 1e-6, None, scales)
                 for one, other in zip(found, expected, strict=True):
-                    if GPU and dtype == torch.float32:
-                        assert_close(one, other)
-                    else:
+                    if exact:
                         assert torch.equal(one, other)
-            if width % 128 == 0:
+                    else:
+                        assert_close(one, other)
+            if exact and width % 128 == 0:
                 rounded, _ = version.add_rms_norm_rounded(x, residual, weight, 1e-6, torch.int8, first)
                 again, _ = version.add_rms_norm_rounded(normed, residual, weight, 1e-6, torch.int8)
                 assert torch.equal(rounded.values, again.values)
@@ -252,13 +253,13 @@ def test_norms_of_heads(
             for keys in (True, False):
                 given, kept = qkv.clone(), stored.clone()
                 found = function(given, table, at, kv_heads, kept, pages, at, keys, scales, norms, wide)
-                assert_close(found, q_TND)
+                assert_close(found, q_TND, 2)
                 if scales is None:
-                    assert_close(kept, expected)
+                    assert_close(kept, expected, 2)
                 else:
                     torch.testing.assert_close(kept.float(), expected.float(), atol=2**-9, rtol=0.13)
                 if keys and scales is None:
-                    assert_close(given, expected_qkv)
+                    assert_close(given, expected_qkv, 2)
                 elif keys:
                     assert torch.equal(given[:, heads:], kept[at, :, 0].flatten(1, 2).to(qkv.dtype))
 

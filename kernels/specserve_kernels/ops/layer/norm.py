@@ -138,7 +138,7 @@ def normed(x, weight, eps, H: tl.constexpr):
     after a wider one."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
-    return ((wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 @triton.jit
@@ -219,8 +219,7 @@ def _add_rms_norm_kernel(
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
     if first_ptr is not None:
         x = normed(x, tl.load(first_ptr + h, mask=h < H, other=0), eps, H)
-    # In 16 bits a product and a sum would become one operation.
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    total = x + residual  # compiled, a norm's product in the same dtype is rounded with it, once
     if scale_ptr is not None:
         total = (total * tl.load(scale_ptr)).to(x.dtype)
     tl.store(total_ptr + t * H + h, total, mask=h < H)

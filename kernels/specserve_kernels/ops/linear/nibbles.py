@@ -33,7 +33,7 @@ def _by_pairs(begin: str, lines: tuple[str, ...]) -> str:
     pairs = [("down", "0x4140"), ("down", "0x4342"), ("up", "0x4140"), ("up", "0x4342")]
     found = [
         "{",
-        ".reg .b32 up, down, zero, less, pair, sign;",
+        ".reg .b32 up, down, zero0, zero1, less, pair, sign;",
         begin,
         "mov.b32 down, $4;",
         "shr.b32 up, $4, 4;",
@@ -41,14 +41,15 @@ def _by_pairs(begin: str, lines: tuple[str, ...]) -> str:
     for number, (word, selected) in enumerate(pairs):
         found += [
             f"prmt.b32 pair, {word}, 0, {selected};",
-            *(line.replace("out", f"${number}") for line in lines),
+            *(line.replace("out", f"${number}").replace("zero", f"zero{number % 2}") for line in lines),
         ]
     return "\n".join([*found, "}"])
 
 
 def _floats(zeros: bool, half: bool) -> str:
     """Make floats, pairs of which share a register. A half is put into the lowest bits of a power of two, which the
-    result is less; without zero points, the highest bit of two's complement is inverted, and the result also 8 less."""
+    result is less; without zero points, the highest bit of two's complement is inverted, and the result also 8 less.
+    Zero points are each byte's own: in some layouts two of the four are another row's."""
     power, minus_one, one, less = (
         ("0x64006400", "0xbc00bc00", "0x3c003c00", "0xe408e408")
         if half
@@ -56,10 +57,11 @@ def _floats(zeros: bool, half: bool) -> str:
     )
     kind = "f16x2" if half else "bf16x2"
     if zeros:
-        begin = f"prmt.b32 zero, $5, 0, 0x4040; or.b32 zero, zero, {power}; mov.b32 less, {minus_one};"
+        begin = f"prmt.b32 zero0, $5, 0, 0x4140; or.b32 zero0, zero0, {power}; mov.b32 less, {minus_one};"
+        begin += f"prmt.b32 zero1, $5, 0, 0x4342; or.b32 zero1, zero1, {power};"
         make = f"lop3.b32 pair, pair, 0x000f000f, {power}, 0xea;"
         return _by_pairs(begin, (make, f"fma.rn.{kind} out, zero, less, pair;"))
-    begin = f"mov.b32 zero, {one}; mov.b32 less, {less};"
+    begin = f"mov.b32 zero0, {one}; mov.b32 zero1, {one}; mov.b32 less, {less};"
     make = f"lop3.b32 pair, pair, 0x000f000f, {power[:5]}8{power[6:9]}8, 0x6a;"
     return _by_pairs(begin, (make, f"fma.rn.{kind} out, pair, zero, less;"))
 
