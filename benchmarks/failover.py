@@ -363,8 +363,8 @@ async def until(done: Callable[[], bool], seconds: float) -> None:
             await asyncio.sleep(0.2)
 
 
-async def kill_a_replica(story: Story) -> dict[str, Any]:
-    """kill -9 of a replica, until Ray has begun another."""
+async def kill_and_upgrade(story: Story, upgrade: Callable[[], object]) -> dict[str, Any]:
+    """kill -9 of a replica, until Ray has begun another; then others in place of both."""
     await story.pause(busy=True)
     victim = next(iter((await asyncio.to_thread(replica_pids)).values()))
     servers = servers_of(victim)
@@ -376,12 +376,18 @@ async def kill_a_replica(story: Story) -> dict[str, Any]:
     await until(lambda: not two_run(), 60)
     await until(two_run, LOADING)
     story.note("another replica runs")
+    await story.pause(busy=True)
+    before = await asyncio.to_thread(replica_pids)
+    story.note("upgrade of both")
+    await asyncio.to_thread(upgrade)
+    await until(lambda: two_run() and not before.keys() & replica_pids().keys(), LOADING)
+    story.note("both are upgraded")
     await story.pause()
     return {}
 
 
 def replicas() -> int:
-    """The Ray Serve application with two replicas on this machine, under load: kill -9 one of them.
+    """The Ray Serve application with two replicas on this machine, under load: kill -9 one of them, upgrade both.
 
         python -m benchmarks.failover replicas
 
@@ -398,11 +404,19 @@ def replicas() -> int:
     ray.init(num_cpus=8, include_dashboard=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        application = build(Options(replicas=2, gpus=0, cpus=1, arguments=ARGUMENTS))
-        serve.run(application, name=APPLICATION, route_prefix="/")
+
+        def deploy(version: str) -> None:
+            options = Options(replicas=2, gpus=0, cpus=1, arguments=f"{ARGUMENTS} --random-seed {version}")
+            serve.run(build(options), name=APPLICATION, route_prefix="/")
+
+        deploy("1")
         assert serve.status().applications[APPLICATION].status == ApplicationStatus.RUNNING
         url = f"http://127.0.0.1:{port}"
-        figures = asyncio.run(under_load(url, args.clients, args.seconds, kill_a_replica))
+        figures = asyncio.run(
+            under_load(
+                url, args.clients, args.seconds, lambda story: kill_and_upgrade(story, lambda: deploy("2"))
+            )
+        )
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -99,6 +99,21 @@ class RequestRouterConfig(BaseModel):
     request_router_class: Callable[..., Any]
 
 
+class AutoscalingPolicy(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    policy_function: Callable[..., Any]
+    policy_kwargs: dict[str, Any]
+
+
+class AutoscalingConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    min_replicas: int
+    max_replicas: int
+    policy: AutoscalingPolicy
+
+
 class Deployment:
     """A class to be run ``num_replicas`` times."""
 
@@ -126,15 +141,25 @@ class Application:
 def deployment(
     _func_or_class: type,
     *,
-    num_replicas: int,
+    num_replicas: int | None = None,
+    autoscaling_config: AutoscalingConfig | None = None,
     ray_actor_options: dict[str, Any],
+    placement_group_bundles: list[dict[str, float]] | None = None,
+    placement_group_strategy: str | None = None,
     max_ongoing_requests: int,
     graceful_shutdown_timeout_s: float,
     request_router_config: RequestRouterConfig | None = None,
     health_check_period_s: float = 10,
 ) -> Deployment:
     assert set(ray_actor_options) <= {"num_cpus", "num_gpus"}
-    return Deployment(_func_or_class, num_replicas, max_ongoing_requests, request_router_config)
+    if placement_group_bundles is not None:
+        assert placement_group_strategy == "STRICT_PACK"
+        (bundle,) = placement_group_bundles
+        assert bundle.get("GPU", 0) == ray_actor_options["num_gpus"]
+        assert bundle["CPU"] == ray_actor_options["num_cpus"]
+    assert (num_replicas is None) != (autoscaling_config is None)
+    number = num_replicas or autoscaling_config.min_replicas
+    return Deployment(_func_or_class, number, max_ongoing_requests, request_router_config)
 
 
 _CONTEXT: ContextVar[RunningReplica] = ContextVar("replica")
@@ -320,7 +345,9 @@ MODULES: dict[str, dict[str, Any]] = {
         "shutdown": SERVE.shutdown,
         "start": SERVE.start,
     },
-    "ray.serve.config": {"RequestRouterConfig": RequestRouterConfig},
+    "ray.serve.config": {
+        each.__name__: each for each in (AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig)
+    },
     "ray.serve.exceptions": {
         each.__name__: each for each in (RayServeException, BackPressureError, DeploymentUnavailableError)
     },

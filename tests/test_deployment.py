@@ -223,7 +223,12 @@ class TestKubernetes:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         assert {each["name"] for each in pod["volumes"]} == set(mounts)
-        assert set(mounts.values()) == {"/tmp", Image("Dockerfile").last("VOLUME")}
+        assert set(mounts.values()) == {"/tmp", "/dev/shm", Image("Dockerfile").last("VOLUME")}
+
+    def test_each_rank_has_a_gpu(self, pod: Any) -> None:
+        (container,) = pod["containers"]
+        ranks = load_settings(container["args"], {}).tensor_parallel_size
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == ranks
 
     def test_services_set_no_settings(self, manifests: dict[str, Any], pod: Any) -> None:
         """A Service named specserve would otherwise replace SPECSERVE_PORT by tcp://..., which is no port."""

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from starlette.requests import Request
 
 from benchmarks.failover import STREAM_COMPLETE, WHOLE_OK, Load, free_port
 from examples.ray_serve.prefix import PREFIX, SLACK, prefix_of, rank
+from examples.ray_serve.scaling import FIRST_TOKEN, Scaling, wanted
 from tests import fake_ray
 from tests.front import processes
 from tests.front.fakes import byte_tokenizer
@@ -90,6 +92,32 @@ class TestRank:
     def test_avoided_come_last(self) -> None:
         order = rank("x", dict.fromkeys(NAMES, 0))
         assert rank("x", dict.fromkeys(NAMES, 0), avoid={order[0], "gone"}) == [*order[1:], order[0]]
+
+
+class TestScaling:
+    @pytest.mark.parametrize(
+        ("replicas", "requests", "late", "expected"),
+        [
+            (2, 64, 0, 2),
+            (2, 65, 0, 3),
+            (4, 10, 0, 1),
+            (4, 10, 0.7, 4),
+            (4, 10, 1.3, 6),
+            (4, 10, 9, 8),
+            (4, 300, 1.3, 10),
+        ],
+    )
+    def test_requests_and_late_tokens(
+        self, replicas: int, requests: float, late: float, expected: int
+    ) -> None:
+        assert wanted(replicas, requests, 32, late) == expected
+
+    def test_the_latest_replica_decides(self) -> None:
+        context = SimpleNamespace(current_num_replicas=2, total_num_requests=10.0, aggregated_metrics={})
+        policy = Scaling(requests=32, first_token_seconds=2)
+        assert policy(context)[0] == 1
+        context.aggregated_metrics = {FIRST_TOKEN: {"a": 0.1, "b": 3.0}}
+        assert policy(context)[0] == 3
 
 
 NEVER_MADE = {
@@ -187,6 +215,19 @@ class TestWithoutReplicas:
             "no replica took the request: DeploymentUnavailableError",
         )
 
+    def test_options(self) -> None:
+        from examples.ray_serve.app import Options, build
+
+        replica = build(Options(gpus=4, replicas=3, most_replicas=9)).args[0]
+        assert isinstance(replica, fake_ray.Application) or HAS_RAY
+        assert replica.args[0][-2:] == ["--tensor-parallel-size", "4"]
+        for bad, words in (
+            ({"gpus": 1.5}, "gpus above 1 must be a whole number, found 1.5"),
+            ({"most_replicas": 1}, "most_replicas must be at least 2, found 1"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                Options(**bad)
+
     def test_a_server_that_never_gets_ready(self) -> None:
         from examples.ray_serve.replica import Replica
 
@@ -246,7 +287,7 @@ class TestApplication:
         api.init(num_cpus=8, include_dashboard=False)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            options = Options(gpus=0, cpus=1, arguments=ARGUMENTS, max_body_bytes=MOST)
+            options = Options(gpus=0, most_replicas=2, arguments=ARGUMENTS, max_body_bytes=MOST)
             serve.run(build(options), name="specserve", route_prefix="/")
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -270,6 +311,25 @@ class TestApplication:
         assert len(set.union(*homes.values())) == 2
         assert min(cached[8:]) > 0
         assert len(shared) == 2
+
+    def test_replicas_tell_how_late_first_tokens_are(self, url: str) -> None:
+        if HAS_RAY:
+            pytest.skip("Serve asks them")
+        replicas = [each.callable for each in fake_ray.SERVE.deployed[0].running]
+
+        async def measured() -> list[float]:
+            """On a loop of its own, so with sessions of its own."""
+            found = []
+            for replica in replicas:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(replica, "_session", None)
+                    found.append((await replica.record_autoscaling_stats())[FIRST_TOKEN])
+                    await replica._session.close()
+            return found
+
+        first, second = asyncio.run(measured()), asyncio.run(measured())
+        assert 0 < min(first) <= max(first) < 60
+        assert second == [0, 0]
 
     def test_errors(self, url: str) -> None:
         with httpx.Client(base_url=url, timeout=60) as client:

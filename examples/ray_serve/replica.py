@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import aiohttp
 from ray import serve
 
 from examples.ray_serve.routing import Call
+from examples.ray_serve.scaling import FIRST_TOKEN
 
 ANSWERED = ("content-type", "retry-after", "www-authenticate", "cache-control")  # headers that clients get
+FIRST_TOKENS = re.compile(r"^specserve_time_to_first_token_seconds_(sum|count) (\S+)$", re.MULTILINE)
 READY_PERIOD = 1.0  # seconds from look to look whether a server is ready; one too early is a line in its log
 
 
@@ -43,6 +46,7 @@ class Replica:
         self._address = f"127.0.0.1:{port}"
         self._wait_ready(loading_seconds)
         self._session: aiohttp.ClientSession | None = None  # made on the loop that uses it
+        self._first_tokens: dict[str, float] = {}  # their number, and their seconds together
 
     def _wait_ready(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -70,19 +74,30 @@ class Replica:
     async def answer(self, call: Call) -> AsyncIterator[str | Head | bytes]:
         """Gives this replica's id as soon as it has the call, then the answer's head, then its body in pieces."""
         yield serve.get_replica_context().replica_id.unique_id
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                f"http://{self._address}",
-                timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=0),
-            )
-        asking = self._session.request(call.method, call.path, data=call.body or None, headers=call.headers)
+        asking = self._http().request(call.method, call.path, data=call.body or None, headers=call.headers)
         async with asking as found:
             yield Head(
                 found.status, {name: found.headers[name] for name in ANSWERED if name in found.headers}
             )
             async for piece in found.content.iter_any():
                 yield piece
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The mean time to first tokens since the last call, which ``Scaling`` reads; 0 if there were none."""
+        async with self._http().get("/metrics") as found:
+            now = {kind: float(value) for kind, value in FIRST_TOKENS.findall(await found.text())}
+        count, total = (now[kind] - self._first_tokens.get(kind, 0.0) for kind in ("count", "sum"))
+        self._first_tokens = now
+        return {FIRST_TOKEN: total / count if count else 0.0}
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                f"http://{self._address}",
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),
+            )
+        return self._session
 
     def __del__(self) -> None:
         """Serve has waited for the requests under way."""
