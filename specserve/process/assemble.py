@@ -47,7 +47,7 @@ from specserve.kv.states import States
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
-from specserve.layers.ranks import ONE, Ranks
+from specserve.layers.ranks import ONE, Peers, Ranks
 from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.base import TargetModel
@@ -398,10 +398,10 @@ def fitting(config: EngineConfig, pool: PoolConfig, pages: int, states: States) 
     return min(max(fit, 1), pages)
 
 
-def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
+def create_shapes(config: EngineConfig, plan: ShapePlan, peers: Peers | None = None) -> Context:
     """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page."""
     shapes = replace(config, device="meta", max_total_tokens=config.page_size)
-    return create_context(shapes, plan, config.place(0))
+    return create_context(shapes, plan, config.place(0, peers))
 
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:

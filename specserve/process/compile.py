@@ -39,6 +39,7 @@ from specserve.engine.shapes import ShapePlan, batch_buckets
 from specserve.models.checkpoint import DTYPES
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import create_shapes, shape_plan
+from specserve.process.gpu_peers import ShapePeers
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PromptChunks, ScoredTokens, prefill
 from specserve.speculation.state import Needs
@@ -133,8 +134,8 @@ def compile_all(job: CompileJob) -> list[Variant]:
 @torch.inference_mode()
 def launch_all(config: EngineConfig) -> None:
     """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
-    plan = shape_plan(config)
-    context = create_shapes(config, plan)
+    plan, ranks = shape_plan(config), config.tensor_parallel_size
+    context = create_shapes(config, plan, ShapePeers(ranks) if ranks > 1 else None)
     capacity = context.state.slots.pages.shape[2] * config.page_size
     longest = config.longest_launch
     for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):

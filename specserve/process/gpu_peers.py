@@ -54,6 +54,28 @@ def sharing(count: int) -> int:
     return count if torch.cuda.device_count() < count else 1
 
 
+class ShapePeers(Peers):
+    """The others in a dry run, which launches on ``meta`` tensors what any size is exchanged by."""
+
+    def __init__(self, count: int) -> None:
+        from specserve_kernels.ops.ranks.exchange import PROGRAMS, Shared
+
+        sizes = count + 1, PROGRAMS
+        self._shared = Shared(0, *(torch.empty(size, dtype=torch.int64, device="meta") for size in sizes))
+
+    def exchange(self, own: Tensor) -> list[Tensor]:
+        from specserve_kernels.ops.ranks.exchange import gather_parts
+
+        return list(gather_parts(own, self._shared)) if own.is_meta else [own] * self._shared.ranks
+
+    def sum(self, part: Tensor) -> Tensor:
+        from specserve_kernels.ops.ranks.exchange import sum_parts
+
+        if self._shared.ranks > 2:
+            sum_parts(part, self._shared, two_shot=True)
+        return sum_parts(part, self._shared, two_shot=False)
+
+
 class GpuPeers(Peers):
     """The others of ``rank``."""
 
