@@ -188,6 +188,7 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
         load_format=getattr(args, "load_format", "auto"),
         skip_tokenizer_init=True,
         disable_radix_cache=True,
+        tensor_parallel_size=getattr(args, "tensor_parallel_size", 1),
         max_running_requests=batch,
         **settings,
     )
@@ -201,12 +202,14 @@ def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """Targets are loaded, and rounded, once; engines that come one after another share them. On a CPU they are not
-    packed, because a later draft may take rows of the head."""
+    """Targets are loaded, and rounded, once; engines that come one after another share them, unless they have ranks. On
+    a CPU they are not packed, because a later draft may take rows of the head."""
     loaded: dict[Any, Any] = {}
 
     def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any, ranks: Any) -> Any:
-        key = path, dtype, device, config.weights, ranks.rank, ranks.count
+        if ranks.count > 1:  # which end with an engine
+            return load_target(path, dtype, device, max_positions, config, ranks)
+        key = path, dtype, device, config.weights
         if key not in loaded:
             positions = max(max_positions + SPARE_POSITIONS, LONGEST)
             loaded[key] = load_target(path, dtype, device, positions, config, ranks)

@@ -3,6 +3,7 @@
     python -m benchmarks.cost_faithful --random only --output DIR
     python -m benchmarks.lossless_pair --pair DIR/random [--texts 200] [--alone 48] [--dtype bfloat16]
         [--load-format dummy] [--prompt-tokens 20 300] [--batches 64 8 1] [--draft target]
+        [--tensor-parallel-size 2]
 
 The folder of the pair has ``target`` and ``eagle3``, with ``--load-format dummy`` only a ``config.json`` of each, of
 any shape; with ``--draft target`` the target's own layer drafts; without ``--random`` that is DIR, with drafts that are
@@ -61,6 +62,7 @@ def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "load_format": args.load_format,
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "max_running_requests": args.batches[0],
         "max_total_tokens": args.batches[0] * (args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS),
         **eagle3_settings(SHAPES[name], args.pair / args.draft),
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--draft", choices=("eagle3", "target"), default="eagle3")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--alone", type=int, default=48, help="texts at batch 1")
     parser.add_argument("--new-tokens", type=int, default=48)

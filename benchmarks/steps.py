@@ -12,8 +12,9 @@ floor counts only GEMMs and reads of the KV cache; that of prefill counts GEMMs 
 bfloat16 its GEMMs are cuBLAS's up to 256 tokens, so a ratio is below 1 where another kernel or a later cuBLAS is
 faster. Above, and for prefill, they are arithmetic at the card's peak rate. With quantized weights GEMMs read the bytes
 of weights and scales, and of the head in bfloat16, or take that arithmetic. The floor of any other model on a known
-card is reading its weights, and the caches as far as windows reach, or that arithmetic. Of a layer's experts it reads
-the distinct ones that tokens chose: ``experts_read``, counted in a few steps after the timed ones.
+card is reading its weights, or a rank's part of them, and the caches as far as windows reach, or that arithmetic. Of a
+layer's experts it reads the distinct ones that tokens chose: ``experts_read``, counted in a few steps after the timed
+ones.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def applies(args: argparse.Namespace) -> bool:
     layer = config.draft_layer
     sizes = config.num_layers, layer.hidden_size, layer.intermediate_size, layer.num_kv_heads, layer.head_dim
     on_gpu = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
-    return on_gpu and sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM)
+    usual = sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM)
+    return on_gpu and usual and getattr(args, "tensor_parallel_size", 1) == 1
 
 
 def _arithmetic_ms(parameters: float, tokens: float) -> float:
@@ -242,7 +244,7 @@ def single_stream() -> None:
     """Milliseconds per step of plain decoding and EAGLE-3, against the floor and the peers.
 
         python -m benchmarks.steps single_stream --model DIR/target --eagle3 DIR/eagle3 [--shapes off 3,1,4] [--quick]
-            [--quantization int4]
+            [--quantization int4] [--tensor-parallel-size 2]
 
     DIR is the output of ``python -m benchmarks.cost_faithful``. One engine per shape, one row per batch size; 512
     tokens in, 256 out, greedy, ignoring end tokens. ``large`` is plain decoding of large batches. ``peers`` are the
@@ -252,6 +254,7 @@ def single_stream() -> None:
     parser = load_options(single_stream.__doc__, quantization=True)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--shapes", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks")
     parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "fp8"), default="auto")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     args = parse_load(parser)

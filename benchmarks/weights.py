@@ -81,10 +81,13 @@ def size_of(module: torch.nn.Module) -> int:
 
 def experts_read(llm: LLM, prompts: list[list[int]], shape: Shape | None) -> float | None:
     """Distinct experts of a layer that a step of all requests reads: the mean over layers and a few steps. These run
-    without graphs, so that their routers can be watched. None: it has none."""
+    without graphs, so that their routers can be watched. None: it has none, or several ranks."""
     engine, nodes = scheduler_of(llm), len(prompts) * (shape[2] if shape else 1)
     target: Any = engine.runner.context.target
+    routers = [each for each in target.modules() if isinstance(each, Router)]
     found: list[int] = []
+    if not routers or engine.runner.followers is not None:
+        return None
 
     def count(_: Router, inputs: Any, routes: Any) -> None:
         if len(routes.expert_TK) == nodes:
@@ -93,8 +96,7 @@ def experts_read(llm: LLM, prompts: list[list[int]], shape: Shape | None) -> flo
     eager = Runner(engine.runner.context, {})
     eager.masks = engine.runner.masks
     with ExitStack() as stack, patch.object(engine, "runner", eager):
-        for each in target.modules():
-            if isinstance(each, Router):
-                stack.enter_context(each.register_forward_hook(count))
+        for each in routers:
+            stack.enter_context(each.register_forward_hook(count))
         generate_timed(llm, prompts, SAMPLED_STEPS)
     return fmean(found) if found else None

@@ -159,6 +159,8 @@ def pair_rows(
         pair=agreeing.target.parent,
         dtype="float64",
         load_format="auto",
+        tensor_parallel_size=1,
+        draft="eagle3",
         texts=14,
         alone=7,
         new_tokens=12,
