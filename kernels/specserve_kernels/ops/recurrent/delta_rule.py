@@ -73,7 +73,7 @@ def _run(
 
 def fold_states(kept: Lagged, rows_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
     layers, rows, heads, _, size = kept.state_RVDU.shape
-    grid = layers * len(rows_B), heads, cdiv(size, _channels(kept))
+    grid = layers, heads, cdiv(size, _channels(kept))  # few: most rows have nothing to fold
     one = Lagged(*(table[0] for table in kept))
     _fold_kernel[grid](*kept, rows_B, length_B, count_B, len(rows_B), rows, **_sizes(one), **overlap())
 
@@ -203,23 +203,24 @@ def _fold_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    layer, b, v = tl.program_id(0) // batch, tl.program_id(0) % batch, tl.program_id(1)
-    length, count = tl.load(length_ptr + b).to(tl.int32), tl.load(count_ptr + b).to(tl.int32)
-    begin = _lag(length, BLOCK)
-    if _lag(length + count, BLOCK) > begin:
-        row = layer.to(tl.int64) * rows + tl.load(rows_ptr + b)
-        index_D, channel_X = tl.arange(0, D), tl.program_id(2) * X + tl.arange(0, X)
-        state_at = state_ptr + (row * V + v) * (D * U)
-        kept_key += row * (2 * BLOCK * J * D)
-        kept_value += row * (2 * BLOCK * V * U)
-        kept_decay += row * (2 * BLOCK * V)
-        state_DX = _load_state(state_at, index_D, channel_X, begin, U)
-        state_DX = _fold(
-            state_DX, 0, length, begin, channel_X, v // (V // J), v, kept_key, kept_value, kept_decay,
-            kept_key, kept_value, kept_decay, J, V, U, BLOCK,
-        )  # fmt: skip
-        at = state_at + index_D[:, None] * U + channel_X[None, :]
-        tl.store(at, state_DX, mask=(channel_X < U)[None, :])
+    layer, v = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index_D, channel_X = tl.arange(0, D), tl.program_id(2) * X + tl.arange(0, X)
+    for b in range(batch):
+        length, count = tl.load(length_ptr + b).to(tl.int32), tl.load(count_ptr + b).to(tl.int32)
+        begin = _lag(length, BLOCK)
+        if _lag(length + count, BLOCK) > begin:
+            row = layer * rows + tl.load(rows_ptr + b)
+            state_at = state_ptr + (row * V + v) * (D * U)
+            key = kept_key + row * (2 * BLOCK * J * D)
+            value = kept_value + row * (2 * BLOCK * V * U)
+            decay = kept_decay + row * (2 * BLOCK * V)
+            state_DX = _load_state(state_at, index_D, channel_X, begin, U)
+            state_DX = _fold(
+                state_DX, 0, length, begin, channel_X, v // (V // J), v, key, value, decay, key, value, decay,
+                J, V, U, BLOCK,
+            )  # fmt: skip
+            at = state_at + index_D[:, None] * U + channel_X[None, :]
+            tl.store(at, state_DX, mask=(channel_X < U)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
