@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.bounds import bounds_are_checked
 from tests.interpreter import types_are_remembered
 
 LONGEST = (
@@ -100,7 +101,7 @@ def faster_interpreter() -> Iterator[None]:
     """Triton's interpreter replaces its language's builtins when a kernel is launched, and all over again whenever the
     kernel calls a function, which takes up to half of its time. Here they are replaced once, until the last test. Nor
     does it look for overflows of 32 bits, which takes a third of the rest and finds none at the sizes of tests. Nor
-    does it make types anew: see ``types_are_remembered``."""
+    does it make types anew: see ``types_are_remembered``. But it does check where kernels read and write."""
     try:
         from triton import language
         from triton.runtime import interpreter
@@ -133,6 +134,7 @@ def faster_interpreter() -> Iterator[None]:
         patch.object(interpreter, "_patch_lang", replace_once),
         patch.object(builder, "options", unchecked),
         types_are_remembered() if interpreted else nullcontext(),
+        bounds_are_checked() if interpreted else nullcontext(),
     ):
         yield
         for scope in reversed(scopes):

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import numpy as np
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.bounds import ADDRESS
+
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -55,10 +57,10 @@ class Launches(TorchDispatchMode):
 
     def read(self, pointers: Any, mask: Any) -> None:
         if self._settled:
-            self._reads.append(pointers.data[mask.data])
+            self._reads.append(pointers.data[mask.data] & ADDRESS)
 
     def write(self, pointers: Any, mask: Any) -> None:
-        self._writes.append((pointers.data, mask.data))
+        self._writes.append((pointers.data & ADDRESS, mask.data))
 
 
 @contextmanager
