@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from specserve_kernels import Left, dispatch
 
 from benchmarks.configurations import CHOICES, pairwise
 from benchmarks.lossless import Models, make_items, run_matrix
 from specserve import SamplingParams
+from specserve.attention.recurrent import StatePass
 from specserve.config import make_settings
 from specserve.kv import states
 from specserve.models.read_config import load_model_config
@@ -60,6 +63,33 @@ def test_every_text_is_identical(
     assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
     assert report.preemptions > 3
     assert any(row.cached_tokens for row in report.rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_kernels_keep_of_accepted_tokens(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as the reference keeps, of a single request too."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(states, "BLOCK", 16)
+    index_BS, first_B1 = torch.arange(3).repeat(rows, 1), torch.arange(rows)[:, None]
+    live_BS, draws = index_BS <= first_B1 + 1, torch.Generator().manual_seed(0)
+    accepted: Any = SimpleNamespace(
+        count_B=live_BS.sum(1),
+        path_BS=(3 * first_B1 + index_BS).where(live_BS, 0),
+        place_BS=index_BS.where(live_BS, -1),
+        next_position_BS=40 + index_BS,
+    )
+    runs: Any = SimpleNamespace(rows_B=first_B1[:, 0].flip(0), length_B=torch.full((rows,), 39))
+    tables = [
+        states.States([states.DeltaState(1, 2, 16, 8, 4)], rows + 1, torch.float32, torch.device("cpu"))
+        for _ in range(2)
+    ]
+    left = Left(*(torch.randn(each.shape, generator=draws) for each in tables[0].room(1, 3 * rows)))
+    for each in tables:
+        StatePass(each, runs, left).commit(accepted)
+        monkeypatch.setattr(dispatch, "runs_triton", lambda _: True)
+    for expected, found in zip(*(each.rings for each in tables), strict=True):
+        assert torch.equal(found[:, :-1], expected[:, :-1])  # the last row is padding's
+        assert found[:, :-1].any()
 
 
 def test_states_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
