@@ -40,6 +40,8 @@ BEFORE = {
     "minimum",
     "maximum",
     "sum",
+    "exp",
+    "static_range",
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
 # Weights: ``waits_first`` in ``tests/compiled_launches.py`` checks what.
@@ -134,6 +136,8 @@ def test_who_reads_before_it_waits() -> None:
         "_down_kernel": {"order_ptr", "tile_ptrs"},
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
+        "_convolve_kernel": {"weight_ptr"},
+        "_decays_kernel": {"rate_ptr", "bias_ptr"},
         "request_of": {"rows"},
         "_entry": {"column"},  # of the sampling table, for request_of
     }
