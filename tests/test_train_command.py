@@ -171,7 +171,7 @@ def test_the_page_from_prompts_to_a_draft(tmp_path: Path, monkeypatch: pytest.Mo
     """The script of docs/training.md runs as it is printed; the command after it takes what the script wrote."""
     page = (ROOT / "docs" / "training.md").read_text()
     (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    (command,) = re.findall(r"^python -m specserve\.train (--algorithm EAGLE3 .*)$", page, re.M)
+    (command,) = re.findall(r"^python -m specserve\.train (--algorithm EAGLE3 .*[^\\])$", page, re.M)
     monkeypatch.chdir(tmp_path)
     Path("MODEL").symlink_to(ROOT / "specserve" / "bundled" / "chat")
     questions = ["What is 12 + 30?", "List 3 countries and their capitals.", "Tell me a story."]
@@ -182,8 +182,8 @@ def test_the_page_from_prompts_to_a_draft(tmp_path: Path, monkeypatch: pytest.Mo
     with np.load("answers.npz") as arrays:
         (documents,) = load_tokens(Path("answers.npz")).values()
         ends = arrays["tokens"][arrays["starts"][1:] - 1]
-    assert 1 <= len(documents) < 3, "those that ended by themselves"
-    assert set(ends.tolist()) == {1}
+    assert len(documents) == 3
+    assert 0 < sum(ends == 1) < 3, "those that ended by themselves, and those that are cut"
     Path("more.npz").write_bytes(Path("answers.npz").read_bytes())
     small = [
         "--steps",
