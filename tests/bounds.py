@@ -28,29 +28,28 @@ class Launch:
 
     def number(self, tensor: Any) -> np.uint64:
         """Return the bits that mark a tensor's pointers."""
-        first, size = tensor.data_ptr(), tensor.element_size()
+        own = len(self._tensors) + 1 << _BITS
         last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
-        self._tensors.append((first, first + (last + 1) * size if tensor.numel() else first, tensor))
-        return np.uint64(len(self._tensors) << _BITS)
+        first = own + tensor.data_ptr()
+        self._tensors.append((first, first + last * tensor.element_size() if tensor.numel() else -1, tensor))
+        return np.uint64(own)
 
-    def check(self, pointers: Any, used: Any) -> None:
-        """Raise OutOfBounds if one of ``used`` lies outside of its tensor."""
-        size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        low, high = int(used.min()), int(used.max())
+    def check(self, used: Any) -> None:
+        """Raise OutOfBounds if one of these pointers lies outside of its tensor."""
+        low, high = (used.item(),) * 2 if used.size == 1 else (int(used.min()), int(used.max()))
         if (number := low >> _BITS) != high >> _BITS:
             for each in np.unique(used >> np.uint64(_BITS)):
-                self.check(pointers, used[used >> np.uint64(_BITS) == each])
+                self.check(used[used >> np.uint64(_BITS) == each])
         elif number:
-            first, end, tensor = self._tensors[number - 1]
-            low, high = (each & int(ADDRESS) for each in (low, high))
-            if low < first or high + size > end:
+            first, last, tensor = self._tensors[number - 1]
+            if low < first or high > last:
                 lines, frame = list[str](), sys._getframe(1)
                 while (frame := frame.f_back) is not None:  # type: ignore[assignment]
                     path = Path(frame.f_code.co_filename)
                     lines += [f"{path.name}:{frame.f_lineno}"] if "ops" in path.parts else []
-                found = f"elements {(low - first) / size:g} to {(high - first) / size:g}"
+                found = " to ".join(f"{(each - first) / tensor.element_size():g}" for each in (low, high))
                 given = f"argument {number} {tensor.dtype} {[*tensor.shape]} {[*tensor.stride()]}"
-                raise OutOfBounds(f"{self._kernel} at {' < '.join(lines[:3])}: {found} of {given}")
+                raise OutOfBounds(f"{self._kernel} at {' < '.join(lines[:3])}: elements {found} of {given}")
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def bounds_are_checked() -> Iterator[None]:
             given, pointers = [*args], args[pointer]
             used = pointers.data if mask is None else pointers.data[args[mask].data]
             if used.size:
-                launches[-1].check(pointers, used)
+                launches[-1].check(used)
             given[pointer] = interpreter.TensorHandle(pointers.data & ADDRESS, pointers.dtype)
             return inner(self, *given, **named)
 

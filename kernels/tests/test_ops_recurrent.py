@@ -20,6 +20,8 @@ from specserve_kernels.reference.recurrent.delta_rule import (
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.bounds import OutOfBounds
+
 pytest.importorskip("triton")
 from specserve_kernels.ops.recurrent import delta_rule as delta_rule_ops
 from specserve_kernels.ops.recurrent import inputs as inputs_ops
@@ -272,6 +274,14 @@ def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, block: int) -> 
     assert check_passes(layer, 300, 0, [1, 16, 17, 64, 100, 300], trees=300, nodes=64) < (
         1e-5 if wide else 5e-2
     )
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter finds it")
+def test_reads_beyond_a_tensor_are_found() -> None:
+    with pytest.raises(
+        OutOfBounds, match=r"_trace_back_kernel at inputs.py:\d+ .* elements 0 to 2 of argument 1 .*64 \[2\]"
+    ):
+        ops.trace_back(torch.arange(2), torch.ones(3, dtype=torch.int64), 1, 4)
 
 
 @pytest.mark.parametrize(("rule", "sizes"), [(reference, SMALL), (ops, INTERPRETED)])
