@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -361,6 +363,16 @@ def test_fp8_needs_a_gpu_that_has_such_numbers(capability: tuple[int, int], refu
                 stored.check_capability(gpu)
         else:
             stored.check_capability(gpu)
+
+
+def test_a_capability_is_known_without_triton() -> None:
+    """A plan of a CPU's memory asks for it."""
+    spec = find_spec("specserve_kernels.ops.device")
+    assert spec is not None
+    assert spec.loader is not None
+    with patch.dict(sys.modules, {"triton": None, "triton.runtime": None}):
+        spec.loader.exec_module(devices := module_from_spec(spec))
+    assert devices.capability_of(torch.device("meta")) == (9, 0)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from specserve_kernels import (
     quantized_linear,
     rounded_inputs,
 )
+from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
 from specserve.layers.ranks import Cut, cut_of, whole_of
@@ -208,11 +209,7 @@ def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[
 
 def multiplies_integers(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether kernels there quantize activations of this dtype to integers."""
-    if not on_gpu(device) or dtype.itemsize > 2:
-        return False
-    from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does not need
-
-    return capability_of(device) >= MULTIPLIES_INTEGERS
+    return on_gpu(device) and dtype.itemsize <= 2 and devices.capability_of(device) >= MULTIPLIES_INTEGERS
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 HOPPER = 9  # its major capability
 _TICKETS = 1 << 16
@@ -64,6 +63,8 @@ def limits_of(device: torch.device) -> Limits:
 
 @cache
 def _limits(index: int) -> Limits:
+    from triton.runtime import driver  # capabilities are asked for without it
+
     found: Any = driver.active.utils.get_device_properties(index)  # the limits that Triton itself checks
     return Limits(found["multiprocessor_count"], found["max_shared_mem"])
 

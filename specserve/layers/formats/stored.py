@@ -32,6 +32,7 @@ from specserve_kernels import (
     pack,
     packed_linear,
 )
+from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
 from specserve.layers.linear import PLAIN, Linear, multiplies_integers, pick_rows
@@ -254,14 +255,11 @@ def moved(found: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 def check_capability(device: torch.device) -> None:
     """Raise ValueError if this GPU, or for ``meta`` the one that kernels are compiled for, has no FP8."""
-    if on_gpu(device):
-        from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does not need
-
-        if (found := capability_of(device)) < FP8_CAPABILITY:
-            raise ValueError(
-                "FP8 weights need a GPU of compute capability 8.9 or more, this one has "
-                f"{'.'.join(map(str, found))}: accepted are int8, 4 bits and 16 bits"
-            )
+    if on_gpu(device) and (found := devices.capability_of(device)) < FP8_CAPABILITY:
+        raise ValueError(
+            "FP8 weights need a GPU of compute capability 8.9 or more, this one has "
+            f"{'.'.join(map(str, found))}: accepted are int8, 4 bits and 16 bits"
+        )
 
 
 def fuse(parts: Sequence[Numbers]) -> Numbers:
