@@ -36,7 +36,7 @@ from benchmarks.results import Figures, keep_rows, options, run_command
 from examples.bundled_model.dialogues import Shares, dialogues
 from examples.bundled_model.stdlib_text import modules
 from specserve import LLM, SamplingParams
-from specserve.config.paths import BUNDLED_MODEL
+from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
 from specserve.constraints.masks import Masks
 from specserve.grammar import choice
@@ -293,10 +293,10 @@ def make_datastore(folder: Path) -> Path:
     return store
 
 
-def workloads(count: int, temperature: float) -> dict[str, Work]:
+def workloads(model: str, count: int, temperature: float) -> dict[str, Work]:
     """Prompts and how they are answered."""
     rows, params = load_prompts(), SamplingParams(temperature=temperature, seed=0, max_tokens=CODE_TOKENS)
-    with open_llm(NONE, None, cpu_threads=1) as llm:
+    with open_llm(NONE, None, cpu_threads=1, model_path=model) as llm:
         tokenizer = llm.tokenizer
         assert tokenizer is not None
         chats = [encode(tokenizer, row) for row in rows if "messages" in row][:count]
@@ -318,12 +318,18 @@ def workloads(count: int, temperature: float) -> dict[str, Work]:
         return dict(zip(WORKLOADS, made, strict=True))
 
 
-def measure_methods(count: int, temperature: float, store: Path) -> Iterator[Figures]:
+def measure_methods(args: argparse.Namespace, temperature: float, store: Path) -> Iterator[Figures]:
     """The first is plain decoding, whose texts the others are compared with."""
-    work = workloads(count, temperature)
+    work = workloads(args.model, args.prompts, temperature)
     plain: dict[str, list[list[int]]] = {}
     for algorithm, shape in METHODS:
-        settings: dict[str, Any] = {"speculative_datastore": str(store)} if algorithm == "REST" else {}
+        settings: dict[str, Any] = {"model_path": args.model}
+        if algorithm == "REST":
+            settings["speculative_datastore"] = str(store)
+        if args.eagle3 and algorithm.partition("+")[0] in BUNDLED_DRAFTS:
+            if not algorithm.startswith("EAGLE3"):
+                continue
+            settings["speculative_draft_model_path"] = args.eagle3
         figures: dict[str, dict[str, float]] = {}
         outputs: list[RequestOutput] = []
         same = 0
@@ -368,6 +374,7 @@ def methods() -> None:
     """Tokens a step and tokens a second of each drafting method, on dialogues, code and repeated text.
 
         python -m benchmarks.acceptance methods [--prompts 6] [--temperatures 0 0.8]
+            [--model MODEL --eagle3 DRAFT]
 
     The methods that the bundled model has a draft for, and those that need none, one request at a time. The bundled
     model can't edit a given text, so the edit is made in reverse, as in ``prediction``: an edited copy
@@ -385,10 +392,12 @@ def methods() -> None:
     parser = options(methods.__doc__)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--model", default=str(BUNDLED_MODEL), help="another one needs --eagle3")
+    parser.add_argument("--eagle3", help="directory of its EAGLE-3 draft, the only one that is measured then")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = make_datastore(Path(folder))
-        rows = (row for each in args.temperatures for row in measure_methods(args.prompts, each, store))
+        rows = (row for each in args.temperatures for row in measure_methods(args, each, store))
         figures = keep_rows("methods", rows, args.output)
     print(*table(figures), sep="\n")
 
