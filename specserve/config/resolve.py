@@ -68,10 +68,8 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
 def _ranks(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     ranks, groups = settings.tensor_parallel_size, settings.expert_parallel_size
     if settings.enable_expert_parallel and groups == 1:
-        settings, groups = (
-            settings.choose("expert_parallel_size", ranks, "--enable-expert-parallel", notes),
-            ranks,
-        )
+        groups = ranks
+        settings = settings.choose("expert_parallel_size", groups, "--enable-expert-parallel", notes)
     if ranks % groups:
         raise ValueError(
             f"--expert-parallel-size: must divide --tensor-parallel-size {ranks}, found {groups}"

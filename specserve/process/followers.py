@@ -212,9 +212,8 @@ class Followers(Peers):
         with suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(LAST_WORDS)
         codes = {each: process.poll() for each, process in self._processes.items()}
-        killed = [
-            each for each, code in codes.items() if code not in (None, 0, 1)
-        ]  # others left because of it
+        # The others left after it.
+        killed = [each for each, code in codes.items() if code not in (None, 0, 1)]
         rank = killed[0] if killed else rank
         code = codes[rank]
         return RankGone(f"rank {rank} has ended" if code is None else f"rank {rank} ended with code {code}")

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specserve.layers.ranks import FLAG, Peers
 
-ON_ONE = (
-    "RANKS_SHARE_GPU"  # the environment variable that allows it, for tests: they take turns of milliseconds
-)
+ON_ONE = "RANKS_SHARE_GPU"
+"""The environment variable that allows it, for tests: they take turns of milliseconds."""
 WORDS = 3  # stop, time and limit
 _BY_FILE = _PINNED = _DEVICE = 1
 _READ_WRITE = 3

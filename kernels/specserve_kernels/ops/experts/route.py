@@ -24,6 +24,7 @@ _BLOCK_T = 16  # tokens of a block
 _BLOCK_E = 16  # experts of a program
 _EXPERTS_OF_A_WARP = 32  # with more, pairs that are put in order do not fit into registers
 _LANES = tl.constexpr(4)  # parts of the inputs that are added at the same time, then in order
+_STEPS = tl.constexpr(2.0**40)  # that a sum's largest number is divided into
 
 
 def pairs_of_tile(pairs: int, experts: int) -> int:
@@ -228,11 +229,11 @@ def _times(
 
 @triton.jit
 def _row_sums(x):
-    """Return sums of rows that are not negative. They are of integers, up to 2^40 for the largest number: a sum of
-    floats would have the order of a layout, which the compiler chooses for each kernel."""
+    """Return the sums of rows without negative numbers. Integers are added: a sum of floats would have the order of a
+    layout, which the compiler chooses for each kernel."""
     top = tl.maximum(tl.max(x, 1), 1e-30)
-    sums = tl.sum((x / top[:, None] * 1099511627776.0).to(tl.int64), 1)
-    return sums.to(tl.float32) * (top * 9.094947017729282e-13)
+    sums = tl.sum((x / top[:, None] * _STEPS).to(tl.int64), 1)
+    return sums.to(tl.float32) * (top / _STEPS)
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def weight_of_floats(
 @triton.jit
 def _factors(scales, byte, dtype: tl.constexpr):
     """Return ``[O, 1, 4]``, for each of a thread's words a factor of one of its groups' two floats; as a float32 if not
-    of 16 bits."""
+    compiled for 16 bits."""
     ROWS: tl.constexpr = scales.shape[0]
     wide = tl.broadcast_to(scales[:, :, None], (ROWS, scales.shape[1], byte.shape[0]))
     byte = tl.broadcast_to(byte[None, None, :], wide.shape)
