@@ -10,8 +10,6 @@ from specserve.attention.base import AttentionBackend
 from specserve.attention.torch import TorchAttention
 from specserve.kv.pool import PoolConfig
 
-__all__ = ["ATTENTION", "AttentionBackend", "TorchAttention", "attention_for"]
-
 
 def _triton(page_size: int, dtype: torch.dtype) -> AttentionBackend:
     from specserve.attention.triton import TritonAttention

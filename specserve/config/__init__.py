@@ -4,13 +4,3 @@ from specserve.config.paths import resolve_paths
 from specserve.config.resolve import resolve
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.sources import load_settings, make_settings, unused
-
-__all__ = [
-    "SETTINGS",
-    "Settings",
-    "load_settings",
-    "make_settings",
-    "resolve",
-    "resolve_paths",
-    "unused",
-]
