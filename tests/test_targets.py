@@ -24,7 +24,7 @@ from benchmarks.configurations import CHOICES, SAMPLING
 from benchmarks.lossless import Models, make_items, run_matrix
 from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
-from specserve.layers.batch import GroupedQuery, TokenBatch
+from specserve.layers.batch import GroupedQuery, LayerCall, TokenBatch
 from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
@@ -668,7 +668,7 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
         return ask.qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
-    attention(x_TH, x_TH, Rope(model.rope0_P2R, torch.arange(5)), attend)
+    attention(x_TH, x_TH, LayerCall(Rope(model.rope0_P2R, torch.arange(5)), attend))
     projected, norms = attention.project_kv(x_TH)
     torch.testing.assert_close(normed_heads(projected, 2, norms), seen[0][:, -4:], rtol=0, atol=1e-12)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from specserve_kernels import HeadNorms
 from torch import Tensor
@@ -70,6 +70,19 @@ class Recurs(Protocol):
     def recur(self, ask: DeltaRule) -> Tensor:
         """Return ``[T, value heads * U]``."""
         ...
+
+
+class LayerCall(NamedTuple):
+    """What a layer needs besides the stream. ``wanted_W``: the only rows that it returns, None: all. It stores keys and
+    values of all."""
+
+    rope: Rope
+    attend: Attend
+    wanted_W: Tensor | None = None
+
+    def wanted(self, each_TX: Tensor) -> Tensor:
+        """Return the wanted rows."""
+        return each_TX if self.wanted_W is None else each_TX[self.wanted_W]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ import torch
 from specserve_kernels import HeadNorms, Rounded
 from torch import Tensor, nn
 
-from specserve.layers.batch import Attend, GroupedQuery
+from specserve.layers.batch import GroupedQuery, LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.embedding import Embedding
 from specserve.layers.experts import ExpertsMLP
 from specserve.layers.latent_attention import LatentAttention
 from specserve.layers.norms import RMSNorm
-from specserve.layers.rotary import Rope
 from specserve.layers.weights import Projection
 
 
@@ -52,25 +51,15 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.shares = {"sinks": config.num_heads}
 
-    def forward(
-        self,
-        x_TI: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
+    def forward(self, x_TI: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         config = self.config
         projected_TND = qkv_TO.unflatten(-1, (-1, config.head_dim))
-        qkv_TND = self.arranged(projected_TND, rope.position_T)
+        qkv_TND = self.arranged(projected_TND, call.rope.position_T)
         softmax = replace(config.softmax, sinks_H=self.sinks)
-        ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], rope, softmax, self.head_norms)
-        attended_TI = self.gated(attend(ask), projected_TND)
-        if wanted_W is not None:
-            attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
-        return config.ranks.sum(self.o_proj(attended_TI)), residual_TH
+        ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, self.head_norms)
+        attended_TI = self.gated(call.attend(ask), projected_TND)
+        return config.ranks.sum(self.o_proj(call.wanted(attended_TI))), call.wanted(residual_TH)
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""
@@ -156,17 +145,9 @@ class DecoderLayer(nn.Module):
         residual stream at the layer's boundary."""
         return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH)
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Take the result of ``enter``. Return the input of the next ``enter``, for all rows or the wanted ones. Keys
-        and values are stored for all."""
-        stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+        """Take the result of ``enter``. Return the input of the next ``enter``."""
+        stream = self.self_attn(x_TH, residual_TH, call)
         normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         out: tuple[Tensor, Tensor] = self.mlp(*normed)
         return out

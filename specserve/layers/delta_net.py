@@ -15,7 +15,7 @@ from specserve_kernels import rms_norm
 from torch import Tensor, nn
 
 from specserve.kv.spec import DeltaState
-from specserve.layers.batch import Attend, DeltaRule, Recurs
+from specserve.layers.batch import DeltaRule, LayerCall, Recurs
 from specserve.layers.config import LayerConfig
 from specserve.layers.norms import RMSNorm
 
@@ -60,17 +60,14 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(state.value_size, config.rms_norm_eps)
         self.out_proj = new(name, values, {"out_proj": size}, bias=False)
 
-    def forward(
-        self, x_TH: Tensor, residual_TH: Tensor, attend: Attend, wanted_W: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return all rows, or only ``wanted_W``; the state takes all. Raises ValueError when training."""
-        if not isinstance(attend, Recurs):
+    def forward(self, x_TH: Tensor, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
+        """Return the wanted rows; the state takes all. Raises ValueError when training."""
+        if not isinstance(call.attend, Recurs):
             raise ValueError("--model-path: training does not support layers that keep a state")
         mixed_TC, gate_TI, b_TV, a_TV = self.projected(x_TH)
         weight_CK, own = self.conv1d.weight[:, 0], (self.A_log, self.dt_bias)
-        out_TI = attend.recur(DeltaRule(self.index, mixed_TC, weight_CK, b_TV, a_TV, *own))
-        if wanted_W is not None:
-            out_TI, gate_TI, residual_TH = out_TI[wanted_W], gate_TI[wanted_W], residual_TH[wanted_W]
+        out_TI = call.attend.recur(DeltaRule(self.index, mixed_TC, weight_CK, b_TV, a_TV, *own))
+        out_TI, gate_TI, residual_TH = map(call.wanted, (out_TI, gate_TI, residual_TH))
         normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps, gate_TI)
         return self.ranks.sum(self.out_proj(normed_XU.view_as(out_TI))), residual_TH
 

@@ -14,11 +14,10 @@ import specserve_kernels as kernels
 from specserve_kernels import Rounded
 from torch import Tensor, nn
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.latent import Latent, LatentRows
 from specserve.layers.norms import RMSNorm
-from specserve.layers.rotary import Rope
 
 EPS = 1e-6  # of the norms of latents, whatever a config says of others
 
@@ -48,15 +47,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj.kept_plain = True
         self.o_proj = new(name, heads * self.latent.value_size, {"o_proj": config.hidden_size}, bias=False)
 
-    def forward(
-        self,
-        x_TI: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return all rows, or only ``wanted_W``; latents are stored for all."""
+    def forward(self, x_TI: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
         latent, heads = self.latent, self.config.num_heads
         made_TO: Tensor = self.qkv_proj(x_TI)
         query_TO, row_TX = made_TO.tensor_split([self._row_from], -1)
@@ -66,13 +57,11 @@ class LatentAttention(nn.Module):
         key_NDC, value_NVC = weight_OC.unflatten(0, (heads, -1)).split(
             [latent.key_size, latent.value_size], 1
         )
-        query_TNX = kernels.absorb_queries(query_TO.unflatten(-1, (heads, -1)), key_NDC, *rope[:2])
-        ask = Latent(self.layer, query_TNX, self._rows(row_TX), rope, self.config.softmax.scale)
-        found_TO = attend(ask)
-        if wanted_W is not None:
-            found_TO, residual_TH = found_TO[wanted_W], residual_TH[wanted_W]
+        query_TNX = kernels.absorb_queries(query_TO.unflatten(-1, (heads, -1)), key_NDC, *call.rope[:2])
+        ask = Latent(self.layer, query_TNX, self._rows(row_TX), call.rope, self.config.softmax.scale)
+        found_TO = call.wanted(call.attend(ask))
         value_TNV = kernels.multiply_heads(found_TO.unflatten(-1, (heads, -1)), value_NVC)
-        return self.config.ranks.sum(self.o_proj(value_TNV.flatten(1))), residual_TH
+        return self.config.ranks.sum(self.o_proj(value_TNV.flatten(1))), call.wanted(residual_TH)
 
     def project_kv(self, x_TI: Tensor | Rounded) -> LatentRows:
         """Return only what is stored."""

@@ -11,7 +11,7 @@ import torch
 from specserve_kernels import Gate
 from torch import Tensor, nn
 
-from specserve.layers.batch import TokenBatch
+from specserve.layers.batch import LayerCall, TokenBatch
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.embedding import Embedding, SharedHead
@@ -120,7 +120,7 @@ class TargetModel(nn.Module):
             wanted = batch.wanted_W if boundary == last else None
             table, how = self.get_buffer(f"rope{layer.rope}_P2R"), self.config.ropes[layer.rope]
             rope = Rope(table, batch.positions_T, how.interleaved)
-            stream = layer(x_TH, residual_TH, rope, batch.attend, wanted, *own)
+            stream = layer(x_TH, residual_TH, LayerCall(rope, batch.attend, wanted), *own)
         hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)
         return hidden_TH, [tapped[boundary] for boundary in batch.taps]
 

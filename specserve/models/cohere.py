@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from specserve_kernels import Rounded
 from torch import Tensor
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import LayerNorm, RMSNorm
-from specserve.layers.rotary import NO_ROPE, Rope, RopeConfig
+from specserve.layers.rotary import NO_ROPE, RopeConfig
 from specserve.models.config import with_windows
 from specserve.models.llama import LlamaModel
 from specserve.models.partial_rope import PartialModel
@@ -32,17 +32,10 @@ class CohereLayer(DecoderLayer):
         super().__init__(config, layer)
         del self.post_attention_layernorm
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
         assert isinstance(x_TH, Tensor)
-        attended_TH, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
-        update, _ = self.mlp(x_TH if wanted_W is None else x_TH[wanted_W], residual_TH)
+        attended_TH, residual_TH = self.self_attn(x_TH, residual_TH, call)
+        update, _ = self.mlp(call.wanted(x_TH), residual_TH)
         return update, residual_TH + attended_TH
 
 

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from specserve_kernels import Rounded
 from torch import Tensor
 
-from specserve.layers.batch import Attend, Softmax
+from specserve.layers.batch import LayerCall, Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer, reader_of
 from specserve.layers.embedding import root_scale
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
-from specserve.layers.rotary import Rope, RopeConfig
+from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, rope_config, ropes_by_kind, with_windows
 
@@ -43,15 +43,8 @@ class GemmaLayer(DecoderLayer):
     ) -> tuple[Tensor | Rounded, Tensor]:
         return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH, first_H, scale_1)
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+        update, residual_TH = self.self_attn(x_TH, residual_TH, call)
         first_H = self.post_attention_layernorm.weight
         normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH, first_H)
         return *self.feed_forward(*normed), self.post_feedforward_layernorm.weight

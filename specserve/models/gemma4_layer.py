@@ -14,12 +14,11 @@ from specserve_kernels import Rounded, Routes, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import LayerCall
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import Attention
 from specserve.layers.experts import Experts, Router
 from specserve.layers.norms import RMSNorm, WideRMSNorm
-from specserve.layers.rotary import Rope
 from specserve.models.gemma import GemmaLayer
 
 
@@ -98,18 +97,12 @@ class Gemma4Layer(GemmaLayer):
         return update_TH, residual_TH
 
     def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-        input_TP: Tensor | None = None,
+        self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall, input_TP: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        update_TH, residual_TH, first_H = super().forward(x_TH, residual_TH, rope, attend, wanted_W)
+        update_TH, residual_TH, first_H = super().forward(x_TH, residual_TH, call)
         if input_TP is not None:
             residual_TH = residual_TH + self.post_feedforward_layernorm(update_TH)
             gate_TP = F.gelu(self.per_layer_input_gate(residual_TH), approximate="tanh")
-            gate_TP *= input_TP if wanted_W is None else input_TP[wanted_W]
+            gate_TP *= call.wanted(input_TP)
             update_TH, first_H = self.per_layer_projection(gate_TP), self.post_per_layer_input_norm.weight
         return update_TH, residual_TH, first_H, self.layer_scalar

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 from specserve_kernels import Rounded
 from torch import Tensor
 
-from specserve.layers.batch import Attend, Softmax
+from specserve.layers.batch import LayerCall, Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer, reader_of
-from specserve.layers.rotary import Rope
 from specserve.models.llama import LlamaModel
 
 
@@ -29,15 +28,8 @@ class GraniteLayer(DecoderLayer):
         assert isinstance(config, GraniteConfig)
         self._scale = config.update_scale
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+        update, residual_TH = self.self_attn(x_TH, residual_TH, call)
         normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), update * self._scale, residual_TH)
         update, residual_TH = self.mlp(*normed)
         return update * self._scale, residual_TH

@@ -11,12 +11,12 @@ import torch
 from specserve_kernels import Rounded
 from torch import Tensor, nn
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm, WideRMSNorm
-from specserve.layers.rotary import Rope, RopeConfig
+from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
 
@@ -61,15 +61,8 @@ class OlmoLayer(DecoderLayer):
         stream_TH = x_TH + residual_TH
         return stream_TH, stream_TH
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        update, residual_TH = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
+        update, residual_TH = self.self_attn(x_TH, residual_TH, call)
         stream_TH = residual_TH + self.post_attention_layernorm(update)
         update, _ = self.mlp(stream_TH, stream_TH)
         return self.post_feedforward_layernorm(update), stream_TH

@@ -15,12 +15,11 @@ from specserve_kernels import Rounded
 from torch import Tensor, nn
 
 from specserve.kv.spec import DeltaState
-from specserve.layers.batch import Attend
+from specserve.layers.batch import LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.delta_net import GatedDeltaNet
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
-from specserve.layers.rotary import Rope
 from specserve.models.config import FULL
 from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import with_experts
@@ -63,16 +62,9 @@ class DeltaLayer(AttentionLayer):
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         return self.input_layernorm.add(x_TH, residual_TH)
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
         assert isinstance(x_TH, Tensor)
-        stream = self.linear_attn(x_TH, residual_TH, attend, wanted_W)
+        stream = self.linear_attn(x_TH, residual_TH, call)
         out: tuple[Tensor, Tensor] = self.mlp(
             *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         )

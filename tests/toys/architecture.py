@@ -29,9 +29,7 @@ class Experts(nn.Module):
         )
         self.experts = nn.ModuleList(MLP(config, layer) for _ in range(2))
 
-    def forward(
-        self, x_TH: Tensor, residual_TH: Tensor, in_place: bool = False
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         share_T2 = self.router(x_TH).softmax(-1)
         outs = [expert(x_TH, residual_TH)[0] for expert in self.experts]
         return sum(share_T2[:, i : i + 1] * out for i, out in enumerate(outs)), residual_TH

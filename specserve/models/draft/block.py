@@ -20,7 +20,7 @@ import torch
 from specserve_kernels import HeadNorms, Rounded
 from torch import Tensor, nn
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import Attend, LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.linear import Linear
@@ -191,18 +191,11 @@ class ConvLayer(DecoderLayer):
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         return self.input_layernorm.add(x_TH, residual_TH)
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        residual_TH: Tensor,
-        rope: Rope,
-        attend: Attend,
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
         assert isinstance(x_TH, Tensor), "convolutions take unquantized inputs"
         conv = self.attention_conv
         before, after = conv.weights(x_TH)
-        out_TH, residual_TH = self.self_attn(conv.mix(x_TH, before), residual_TH, rope, attend)
+        out_TH, residual_TH = self.self_attn(conv.mix(x_TH, before), residual_TH, call)
         x_TH, residual_TH = self.post_attention_layernorm.add(conv.mix(out_TH, after), residual_TH)
         conv = self.mlp_conv
         before, after = conv.weights(x_TH)
@@ -263,10 +256,10 @@ class BlockHead(DraftModule):
         """Return the states after the final norm ``[N, H]`` of blocks that begin with these roots."""
         tokens_BK = roots_B[:, None].repeat(1, self.config.block_size)
         tokens_BK[:, 1:] = self.config.mask_id
-        rope, first = Rope(self.rope_P2R, positions_N), self._decoders[0]
-        stream = first(*first.embed(tokens_BK.flatten(), self._embed.module), rope, attend)
+        call, first = LayerCall(Rope(self.rope_P2R, positions_N), attend), self._decoders[0]
+        stream = first(*first.embed(tokens_BK.flatten(), self._embed.module), call)
         for layer in self._decoders[1:]:
-            stream = layer(*layer.enter(*stream), rope, attend)
+            stream = layer(*layer.enter(*stream), call)
         return self.norm.add(*stream)[0]
 
     def scored(self, states_NH: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import Attend, LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.embedding import Embedding
@@ -129,7 +129,7 @@ class LayerHead(DraftModule):
         """Return the MLP's output, and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
         rope = Rope(self.rope_P2R, positions_N, self.config.rope.interleaved)
-        stream = self.self_attn(x_NI, residual_NH, rope, attend)
+        stream = self.self_attn(x_NI, residual_NH, LayerCall(rope, attend))
         out: tuple[Tensor, Tensor] = self.mlp(
             *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from specserve.layers.batch import Attend
+from specserve.layers.batch import Attend, LayerCall
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.rotary import Rope
@@ -52,10 +52,10 @@ class PEagleHead(Eagle3Head):
         source_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         stream = super()._layer(tokens_N, features_XH, positions_N, attend, source_N)
-        rope = Rope(self.rope_P2R, positions_N)
+        call = LayerCall(Rope(self.rope_P2R, positions_N), attend)
         for each in self.layers.values():
             assert isinstance(each, DecoderLayer)
-            stream = each(*each.enter(*stream), rope, attend)
+            stream = each(*each.enter(*stream), call)
         return stream
 
     @torch.no_grad()
