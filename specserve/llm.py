@@ -39,7 +39,7 @@ from specserve.process.spares import Spares
 
 if TYPE_CHECKING:
     from specserve.process.local import LocalEngine
-    from specserve.process.worker import Engine
+    from specserve.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class _Model:
         self._engine: LocalEngine | None = engine
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> Scheduler | None:
         return None if self._engine is None else self._engine.idle
 
     def get_tokenizer(self) -> Any:

@@ -13,7 +13,7 @@ from specserve.core import SamplingParams
 from specserve.engine.launch import Emitted, Launch
 from specserve.messages import Abort, Submit, ToEngine, ToFront
 from specserve.process.local import LocalEngine
-from specserve.process.worker import Engine, Loop
+from specserve.process.worker import Loop
 from specserve.scheduler import pipeline
 from specserve.scheduler.pipeline import HOST, MARGIN, MARGIN_SHARE, InFlight, Pipeline
 from specserve.speculation.control.adaptive import Batch
@@ -133,7 +133,7 @@ def test_an_engine_that_waits_with_work_is_not_idle() -> None:
     engine = Slow(lambda _: [])
     local = LocalEngine(lambda: engine)
     local.wait()
-    found: list[Engine] = []
+    found: list[FakeEngine] = []
     asking = Thread(target=lambda: found.append(local.idle), daemon=True)
     asking.start()
     asking.join(0.3)

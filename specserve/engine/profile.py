@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
 
 from specserve.core import MAX_COUNT
 from specserve.engine.graphs import StepGraph
@@ -199,8 +198,7 @@ def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
 
 
 def _has_experts(context: Context) -> bool:
-    target = context.target
-    return isinstance(target, nn.Module) and any(isinstance(each, Router) for each in target.modules())
+    return any(isinstance(each, Router) for each in context.target.modules())
 
 
 def _rows(context: Context, slots: int) -> list[int]:

@@ -11,10 +11,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from specserve.messages import Abort, Failed, Submit, ToEngine, ToFront, Tokens
 from specserve.process import phase
-from specserve.process.worker import Engine, Loop
+from specserve.process.worker import Loop
+
+if TYPE_CHECKING:
+    from specserve.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +37,10 @@ class LocalEngine:
     """An engine and the thread that builds and runs it. All methods may be called from any thread. The thread ends with
     ``close``, when this object is garbage, or when the interpreter exits."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Scheduler]) -> None:
         """Start building; ``wait`` before anything else."""
         self._port = _Port()
-        self._ready: Future[Engine] = Future()
+        self._ready: Future[Scheduler] = Future()
         arguments = _run, self._port, build, _cuda_device(), self._ready
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=arguments, name="specserve-engine", daemon=True)
@@ -55,7 +59,7 @@ class LocalEngine:
         self._ready.set_exception(EngineFailed(_CLOSED))
 
     @property
-    def idle(self) -> Engine:
+    def idle(self) -> Scheduler:
         """Return the engine, once it waits for requests. Until there is one, the caller may use it."""
         self._port.wait_idle()
         return self._ready.result()
@@ -160,7 +164,7 @@ def _put_each(batch: Iterable[tuple[Put, Tokens | Failed]]) -> None:
         put(message)
 
 
-def _run(port: _Port, build: Callable[[], Engine], device: int | None, ready: Future[Engine]) -> None:
+def _run(port: _Port, build: Callable[[], Scheduler], device: int | None, ready: Future[Scheduler]) -> None:
     """Build and run the engine: the thread's target. It holds no reference to the ``LocalEngine``."""
     hears = phase.HEARS.get()
 

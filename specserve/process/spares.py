@@ -8,20 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Self
 
 PIECE = 1 << 16  # bytes: two of them fit a socket's buffer, so that sending never waits for a peer that sends
 _BUFFER = 8 * PIECE
-
-
-class Process(Protocol):
-    """What is needed of a ``Popen``."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
+Process = subprocess.Popen[bytes]
 
 
 class Spares:

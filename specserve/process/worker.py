@@ -26,8 +26,6 @@ from specserve.logs import adopt_loggers, configure_logging
 from specserve.messages import (
     Abort,
     Broken,
-    EngineInfo,
-    Failed,
     Flush,
     Flushed,
     Ready,
@@ -36,7 +34,6 @@ from specserve.messages import (
     Submit,
     ToEngine,
     ToFront,
-    Tokens,
     decode_to_engine,
     encode,
 )
@@ -68,27 +65,6 @@ class Addresses(NamedTuple):
         return f"ipc://{self.directory / 'to-front'}"
 
 
-class Engine(Protocol):
-    """The interface that this process needs from a scheduler."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, message: Submit) -> None: ...
-    def abort(self, rid: str) -> None: ...
-    def flush_cache(self) -> int | None: ...
-    def check_idle(self) -> None: ...
-    @property
-    def followed(self) -> bool: ...
-    @property
-    def patience(self) -> float: ...
-    def work_ahead(self) -> bool: ...
-    def run_once(self) -> list[Tokens | Failed]: ...
-    def stats(self) -> Stats: ...
-    def close(self) -> None: ...
-
-
 class Port(Protocol):
     """The engine's end of its messages."""
 
@@ -102,7 +78,7 @@ class Port(Protocol):
 class Built(NamedTuple):
     """A scheduler, its resolved settings, and the reasons for automatic choices."""
 
-    engine: Engine
+    engine: Scheduler
     settings: Settings
     notes: list[str]
 
@@ -237,7 +213,7 @@ class Throughput:
 class Loop:
     """Run an engine: read messages, run iterations, send results."""
 
-    def __init__(self, engine: Engine, port: Port) -> None:
+    def __init__(self, engine: Scheduler, port: Port) -> None:
         self._engine = engine
         self._port = port
         self._stats_at = 0.0

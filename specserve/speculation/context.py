@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from specserve_kernels import Accepted, Pool, Prediction, Slots, Tree, gather_slots
@@ -18,20 +17,12 @@ from specserve.attention.recurrent import StatePass
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.kv.states import States
-from specserve.layers.batch import TokenBatch
+from specserve.models.base import TargetModel
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Continuation, DecodeState, Needs, RowInit
 from specserve.speculation.synthetic import SyntheticAcceptance
-
-
-class Target(Protocol):
-    """A target model: see ``models.base.TargetModel``."""
-
-    def __call__(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]: ...
-
-    def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +130,7 @@ class Context:
     """Everything that lives longer than a step. ``states``: of the target's layers that keep one, None if none does.
     ``snapshots``: those of the prefix cache, by number."""
 
-    target: Target
+    target: TargetModel
     drafter: Drafter
     pool: KVPool
     attention: AttentionBackend

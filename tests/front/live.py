@@ -17,7 +17,8 @@ from specserve.config import load_settings
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Abort, Flush, Flushed, ToEngine
 from specserve.process.client import EngineClient
-from specserve.process.worker import Built, Engine, build_scheduler, ready
+from specserve.process.worker import Built, build_scheduler, ready
+from specserve.scheduler.scheduler import Scheduler
 from specserve.server.app import create_app
 from specserve.server.front import Front
 
@@ -81,7 +82,7 @@ def _collected(warnings: list[str]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _connect(served: list[Engine], awake: threading.Event) -> EngineClient:
+def _connect(served: list[Scheduler], awake: threading.Event) -> EngineClient:
     def send(message: ToEngine) -> None:
         (engine,) = served
         if isinstance(message, Abort):

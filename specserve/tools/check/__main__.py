@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import own_options
@@ -112,9 +110,8 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
     try:
         loading = 0 if report.memory is None else report.memory.loading
         report.memory = replace(memory_needed(engine), loading=loading)
-        target = engine.runner.context.target
-        assert isinstance(target, nn.Module)
-        found = Counter(module.words for module in target.modules() if isinstance(module, Experts))
+        modules = engine.runner.context.target.modules()
+        found = Counter(module.words for module in modules if isinstance(module, Experts))
         report.choices += [f"experts of {layers} layers: {words}" for words, layers in found.items()]
         if not options.no_run:
             measure(engine, config, tokenizer, prompts, options.max_tokens, report)

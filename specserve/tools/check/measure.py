@@ -10,7 +10,7 @@ from specserve.config.engine import EngineConfig
 from specserve.core import SamplingParams, Speculation, SpeculationUsage
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit
-from specserve.process.worker import Engine
+from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.check.report import Acceptance, CheckReport
 from specserve.tools.files import read_text
 
@@ -45,7 +45,7 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def measure(
-    engine: Engine,
+    engine: Scheduler,
     config: EngineConfig,
     tokenizer: Tokenizer | None,
     prompts: Sequence[str],
@@ -85,7 +85,7 @@ def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _answers(
-    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, drafting: bool
+    engine: Scheduler, prompts: Sequence[Sequence[int]], max_tokens: int, drafting: bool
 ) -> list[GreedyAnswer]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=Speculation(enabled=drafting))
     answers = {f"{drafting}-{index}": GreedyAnswer() for index in range(len(prompts))}

@@ -21,7 +21,6 @@ from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
 from specserve.layers.ranks import Share
 from specserve.layers.weights import Projection
-from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, fitting, shape_plan
@@ -49,7 +48,6 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
     """Return the memory of an engine whose pool has so many pages."""
     config, seen = context.pool.config, set[int]()
     use = config.use(pages, context_length)
-    assert isinstance(context.target, nn.Module)
     shared = set(map(id, _shared(context.target)))
     return MemoryUse(
         device=str(context.state.device),
@@ -77,8 +75,6 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
         if there is not None:
             raise
         context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
-    target = context.target
-    assert isinstance(target, TargetModel)
     sizes = config.context_length, config.tensor_parallel_size
     found = _memory_of(context, context.pool.num_pages, *sizes)
     pool, states = context.pool.config, context.states
@@ -94,7 +90,7 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
         device=config.device,
         loaded=False,
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
-        loading=found.weights + _temporary(config, target.layers),
+        loading=found.weights + _temporary(config, context.target.layers),
     )
 
 

@@ -16,7 +16,8 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.messages import Failed, Submit
 from specserve.process.assemble import resolve_engine
-from specserve.process.worker import Engine, load_engine
+from specserve.process.worker import load_engine
+from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.check.memory import expected_memory
 from specserve.tools.check.report import Perplexity
 from specserve.tools.files import read_text
@@ -35,7 +36,7 @@ def read_tokens(path: Path, tokenizer: Tokenizer | None) -> list[int]:
     return tokens
 
 
-def score(engine: Engine, config: EngineConfig, tokens: Sequence[int]) -> Perplexity:
+def score(engine: Scheduler, config: EngineConfig, tokens: Sequence[int]) -> Perplexity:
     """Score the text. Raises ValueError if that is impossible."""
     held = engine.info.max_total_tokens
     windows = _windows(tokens, min(WINDOW, config.context_length - 1, held - 1))
@@ -77,7 +78,7 @@ def _windows(tokens: Sequence[int], size: int) -> list[list[int]]:
     return [run for run in runs if len(run) > 1]
 
 
-def _perplexity(engine: Engine, windows: Sequence[list[int]]) -> float:
+def _perplexity(engine: Scheduler, windows: Sequence[list[int]]) -> float:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for index, window in enumerate(windows):
         engine.submit(Submit(str(index), window, params))

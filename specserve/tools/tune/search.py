@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 from specserve.engine.shapes import candidate_shapes
-from specserve.speculation.shape import StepShape
 from specserve.tools.tune.board import Board, overall
+from specserve.tools.tune.engine import TuneEngine
 from specserve.tools.tune.grid import Candidate, name
-from specserve.tools.tune.loop import Run
 
 RACE_SHARE, OVERALL_SHARE = 0.7, 0.85  # share of the time at which each ends; the controller gets the rest
 FIRST_SHARE = 0.5  # share of a batch size's time after which candidates that have not run are left out
@@ -29,29 +27,12 @@ OVERALL_KEPT = 4
 LEAST_REQUESTS = 4
 
 
-class Bench(Protocol):
-    """The engine that the search measures."""
-
-    def shape(self, candidate: Candidate, batch: int) -> StepShape: ...
-
-    def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
-        """Run ``count`` requests from number ``first`` on, keeping the batch full. ``quick``: answers are a quarter as
-        long."""
-        ...
-
-    def run_controller(self, batch: int, first: int, count: int) -> Run: ...
-
-    def forget(self) -> None:
-        """Free the resources of this batch size's runs."""
-        ...
-
-
 @dataclass(slots=True)
 class Search:
     """``seconds`` limit the search, except for a first lap at each batch size and one over all sizes. With
     ``exhaustive`` every candidate runs in three laps, however long that takes, and in more while time is left."""
 
-    bench: Bench
+    bench: TuneEngine
     candidates: Sequence[Candidate]
     batches: Sequence[int]
     seconds: float
