@@ -6,7 +6,7 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from specserve_kernels import HeadNorms, Rounded
@@ -121,6 +121,12 @@ class DecoderLayer(nn.Module):
     attention_class: ClassVar[type[Attention]] = Attention
     mlp_class: ClassVar[type[MLP]] = MLP
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
+    @classmethod
+    def of(cls, **blocks: type[nn.Module]) -> type[Self]:
+        """Return this class with other ``attention_class``, ``mlp_class`` or ``norm_class``."""
+        assert all(hasattr(cls, name) for name in blocks)
+        return type(cls.__name__, (cls,), blocks)
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import MLP, DecoderLayer
+from specserve.layers.decoder import DecoderLayer
 from specserve.models.llama import LlamaModel
 from specserve.models.nemotron import UngatedMLP
 
@@ -46,10 +46,6 @@ class ApertusMLP(UngatedMLP):
         return out_TI
 
 
-class ApertusLayer(DecoderLayer):
-    mlp_class: ClassVar[type[MLP]] = ApertusMLP
-
-
 class ApertusModel(LlamaModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "xielu",
@@ -58,7 +54,7 @@ class ApertusModel(LlamaModel):
         "max_position_embeddings": 65536,
     }
     activations: ClassVar[Mapping[str, Gate]] = {"xielu": None}
-    layer_class: ClassVar[type[DecoderLayer]] = ApertusLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(mlp_class=ApertusMLP)
     unread: ClassVar[tuple[str, ...]] = (*LlamaModel.unread, ".act_fn.beta", ".act_fn.eps")
     renamed: ClassVar[Mapping[str, str]] = {
         "input_layernorm": "attention_layernorm",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.norms import RMSNorm, WideRMSNorm
+from specserve.layers.norms import WideRMSNorm
 from specserve.models.llama import LlamaModel
 from specserve.models.partial_rope import PartialModel
 
@@ -30,10 +30,6 @@ class ErnieModel(PartialModel):
         return super().read_layer(replace(layer, qkv_bias=bias, o_bias=bias, mlp_bias=bias), fields)
 
 
-class HeliumLayer(DecoderLayer):
-    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
-
-
 class HeliumModel(PartialModel, LlamaModel):
     """Rounds the norms' products once."""
 
@@ -44,7 +40,7 @@ class HeliumModel(PartialModel, LlamaModel):
         "rope_theta": 1e5,
         "max_position_embeddings": 4096,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = HeliumLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(norm_class=WideRMSNorm)
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

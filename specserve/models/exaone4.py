@@ -15,14 +15,9 @@ from specserve.models.config import rope_config, with_windows
 from specserve.models.olmo import OlmoLayer, OlmoModel
 
 
-class Exaone4Layer(OlmoLayer):
-    attention_class: ClassVar[type[Attention]] = Attention
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
-
-
 class Exaone4Model(OlmoModel):
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
-    layer_class: ClassVar[type[DecoderLayer]] = Exaone4Layer
+    layer_class: ClassVar[type[DecoderLayer]] = OlmoLayer.of(attention_class=Attention, norm_class=RMSNorm)
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:

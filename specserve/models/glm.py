@@ -8,15 +8,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import MLP, DecoderLayer
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import RMSNorm
 from specserve.models.gemma import GemmaLayer
 from specserve.models.partial_rope import PartialModel
 from specserve.models.phi3 import Phi3MLP
-
-
-class GlmLayer(DecoderLayer):
-    mlp_class: ClassVar[type[MLP]] = Phi3MLP
 
 
 class GlmModel(PartialModel):
@@ -29,19 +25,15 @@ class GlmModel(PartialModel):
         "max_position_embeddings": 131072,
         "attention_bias": True,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = GlmLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(mlp_class=Phi3MLP)
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
         return super().read_layer(replace(layer, qkv_bias=bool(fields["attention_bias"])), fields)
 
 
-class Glm4Layer(GemmaLayer, GlmLayer):
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
-
-
 class Glm4Model(GlmModel):
-    layer_class: ClassVar[type[DecoderLayer]] = Glm4Layer
+    layer_class: ClassVar[type[DecoderLayer]] = GemmaLayer.of(mlp_class=Phi3MLP, norm_class=RMSNorm)
     renamed: ClassVar[Mapping[str, str]] = {
         "post_attention_layernorm": "post_self_attn_layernorm",
         "pre_feedforward_layernorm": "post_attention_layernorm",

@@ -13,14 +13,10 @@ from specserve_kernels.reference.layer.activation import CLAMP, SLOPE
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.norms import RMSNorm, WideRMSNorm
+from specserve.layers.norms import WideRMSNorm
 from specserve.models.base import TargetModel
 from specserve.models.config import with_windows
 from specserve.models.qwen_moe import routing
-
-
-class GptOssLayer(DecoderLayer):
-    norm_class: ClassVar[type[RMSNorm]] = WideRMSNorm
 
 
 class GptOssModel(TargetModel):
@@ -43,7 +39,7 @@ class GptOssModel(TargetModel):
         "swiglu_alpha": SLOPE,
         "swiglu_limit": CLAMP,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = GptOssLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(norm_class=WideRMSNorm)
     renamed: ClassVar[Mapping[str, str]] = {"gate": "router"}
     activations: ClassVar[Mapping[str, Any]] = {"silu": "clamped_silu"}
 

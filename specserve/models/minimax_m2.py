@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
-from specserve.layers.decoder import Attention, DecoderLayer
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.rotary import RopeConfig
 from specserve.models.olmo import OlmoAttention
 from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import routing
-
-
-class MiniMaxM2Layer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = OlmoAttention
 
 
 class MiniMaxM2Model(PartialModel):
@@ -30,7 +26,7 @@ class MiniMaxM2Model(PartialModel):
         "norm_topk_prob": True,
     }
     renamed: ClassVar[Mapping[str, str]] = {"mlp": "block_sparse_moe"}
-    layer_class: ClassVar[type[DecoderLayer]] = MiniMaxM2Layer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(attention_class=OlmoAttention)
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

@@ -47,10 +47,6 @@ class Ministral3Attention(Attention):
         return qkv_TND
 
 
-class Ministral3Layer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = Ministral3Attention
-
-
 class Ministral3Model(MistralModel):
     """Multiplies queries by a factor that grows from the trained length on."""
 
@@ -61,7 +57,7 @@ class Ministral3Model(MistralModel):
         "sliding_window": None,
         "max_position_embeddings": 262144,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = Ministral3Layer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(attention_class=Ministral3Attention)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__(config, max_positions)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, DecoderLayer
-from specserve.layers.norms import OffsetLayerNorm, RMSNorm
+from specserve.layers.norms import OffsetLayerNorm
 from specserve.models.llama import LlamaModel
 from specserve.models.partial_rope import PartialModel
 
@@ -33,18 +33,10 @@ class UngatedMLP(MLP):
         return up_TI.relu_().square_()
 
 
-class ArceeLayer(DecoderLayer):
-    mlp_class: ClassVar[type[MLP]] = UngatedMLP
-
-
 class ArceeModel(LlamaModel):
     activations: ClassVar[Mapping[str, Gate]] = {"relu2": None}
     defaults: ClassVar[Mapping[str, Any]] = {"hidden_act": "relu2", "rms_norm_eps": 1e-5}
-    layer_class: ClassVar[type[DecoderLayer]] = ArceeLayer
-
-
-class NemotronLayer(ArceeLayer):
-    norm_class: ClassVar[type[RMSNorm]] = OffsetLayerNorm
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(mlp_class=UngatedMLP)
 
 
 class NemotronModel(PartialModel, ArceeModel):
@@ -54,7 +46,9 @@ class NemotronModel(PartialModel, ArceeModel):
         "partial_rotary_factor": 0.5,
         "max_position_embeddings": 4096,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = NemotronLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(
+        mlp_class=UngatedMLP, norm_class=OffsetLayerNorm
+    )
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

@@ -20,11 +20,6 @@ class Phi3MLP(MLP):
     fused: ClassVar[bool] = True
 
 
-class Phi3Layer(DecoderLayer):
-    attention_class: ClassVar[type[Attention]] = Phi3Attention
-    mlp_class: ClassVar[type[MLP]] = Phi3MLP
-
-
 class Phi3Model(PartialModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
@@ -32,8 +27,9 @@ class Phi3Model(PartialModel):
         "partial_rotary_factor": 1.0,
         "max_position_embeddings": 4096,
     }
-
-    layer_class: ClassVar[type[DecoderLayer]] = Phi3Layer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(
+        attention_class=Phi3Attention, mlp_class=Phi3MLP
+    )
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

@@ -151,14 +151,10 @@ class GroupedDeltaNet(GatedDeltaNet):
     grouped: ClassVar[bool] = True
 
 
-class GroupedLayer(DeltaLayer):
-    net_class: ClassVar[type[GatedDeltaNet]] = GroupedDeltaNet
-
-
 class Qwen3NextModel(Qwen3_5MoeModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         **Qwen3_5MoeModel.defaults,
         "num_experts": 512,
         "num_experts_per_tok": 10,
     }
-    delta_class: ClassVar[type[DeltaLayer]] = GroupedLayer
+    delta_class: ClassVar[type[DeltaLayer]] = DeltaLayer.of(net_class=GroupedDeltaNet)

@@ -8,12 +8,8 @@ from typing import Any, ClassVar
 
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.norms import LayerNorm, RMSNorm
+from specserve.layers.norms import LayerNorm
 from specserve.models.partial_rope import PartialModel
-
-
-class StableLmLayer(DecoderLayer):
-    norm_class: ClassVar[type[RMSNorm]] = LayerNorm
 
 
 class StableLmModel(PartialModel):
@@ -22,7 +18,7 @@ class StableLmModel(PartialModel):
         "partial_rotary_factor": 0.25,
         "max_position_embeddings": 4096,
     }
-    layer_class: ClassVar[type[DecoderLayer]] = StableLmLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(norm_class=LayerNorm)
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from specserve.layers.batch import Softmax
 from specserve.layers.config import LayerConfig
-from specserve.layers.decoder import MLP, DecoderLayer
-from specserve.layers.norms import LayerNorm, RMSNorm
+from specserve.layers.decoder import DecoderLayer
+from specserve.layers.norms import LayerNorm
 from specserve.models.base import TargetModel
 from specserve.models.nemotron import UngatedMLP
 
@@ -21,12 +21,6 @@ from specserve.models.nemotron import UngatedMLP
 class Starcoder2MLP(UngatedMLP):
     def activated(self, up_TI: Tensor) -> Tensor:
         return F.gelu(up_TI, approximate="tanh")
-
-
-class Starcoder2Layer(DecoderLayer):
-    mlp_class: ClassVar[type[MLP]] = Starcoder2MLP
-
-    norm_class: ClassVar[type[RMSNorm]] = LayerNorm
 
 
 class Starcoder2Model(TargetModel):
@@ -40,7 +34,7 @@ class Starcoder2Model(TargetModel):
         "tie_word_embeddings": True,
     }
     activations: ClassVar[Mapping[str, Gate]] = {"gelu_pytorch_tanh": None}
-    layer_class: ClassVar[type[DecoderLayer]] = Starcoder2Layer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(mlp_class=Starcoder2MLP, norm_class=LayerNorm)
     renamed: ClassVar[Mapping[str, str]] = {"up_proj": "c_fc", "down_proj": "c_proj"}
 
     @classmethod
