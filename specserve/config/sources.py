@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,147 +22,17 @@ PREFIX = "SPECSERVE_"
 SIMILAR = 0.7  # of 1, from which a name is worth a hint
 
 
-def _by_flag(reasons: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    return {f"--{name}": reason for reason, names in reasons.items() for name in names}
+_PEERS = tomllib.loads((Path(__file__).parent / "peer_flags.toml").read_text())
 
 
-_NO_EFFECT = _by_flag({
-    "graphs are captured for all numbers of requests up to --cuda-graph-max-bs": (
-        "cuda-graph-bs", "cuda-graph-sizes", "cudagraph-capture-sizes", "disable-cuda-graph-padding",
-        "max-seq-len-to-capture", "disable-piecewise-cuda-graph",
-    ),
-    "steps run as CUDA graphs of fused kernels": (
-        "compilation-config", "num-scheduler-steps", "fp8-gemm-backend", "disable-flashinfer-autotune",
-        "enable-flashinfer-allreduce-fusion", "enable-two-batch-overlap", "enable-single-batch-overlap", "enable-dbo",
-    ),
-    "how experts are stored decides their kernel": (
-        "moe-runner-backend", "speculative-moe-runner-backend", "moe-backend", "flashinfer-mxfp4-moe-precision",
-        "enable-flashinfer-moe", "enable-flashinfer-cutlass-moe", "enable-flashinfer-trtllm-moe",
-        "enable-triton-kernel-moe", "disable-shared-experts-fusion",
-    ),
-    "outputs of experts are added over ranks like all others, and experts stay where they are": (
-        "moe-a2a-backend", "speculative-moe-a2a-backend", "all2all-backend", "deepep-mode", "deepep-config",
-        "moe-dense-tp-size", "elastic-ep-backend", "ep-dispatch-algorithm", "ep-num-redundant-experts",
-        "num-redundant-experts",
-        "init-expert-location", "expert-placement-strategy", "enable-eplb", "eplb-config", "eplb-algorithm",
-        "eplb-rebalance-num-iterations", "eplb-rebalance-layers-per-chunk", "eplb-window-size", "eplb-step-interval",
-        "eplb-min-rebalancing-utilization-threshold", "eplb-log-balancedness",
-    ),
-    "one setting says which attention there is: --attention-backend": (
-        "prefill-attention-backend", "decode-attention-backend", "speculative-attention-mode",
-        "triton-attention-num-kv-splits", "mm-attention-backend", "speculative-draft-attention-backend",
-    ),
-    "steps overlap unless --overlap-schedule off": ("async-scheduling",),
-    "--log-level is that of all lines": ("log-level-http", "uvicorn-log-level", "decode-log-interval"),
-    "they are lines of the log, which --log-level warning hides": ("disable-log-stats",),
-    "each call has a line in the log, without its content, unless --disable-log-requests": (
-        "log-requests", "log-requests-level", "enable-log-requests", "disable-uvicorn-access-log", "max-log-len",
-    ),
-    "metrics are always at /metrics": (
-        "enable-metrics", "collect-tokens-histogram", "enable-server-load-tracking", "show-time-cost",
-        "enable-mfu-metrics", "enable-metrics-for-all-schedulers", "enable-request-time-stats-logging",
-    ),
-    "calls are traced with --otlp-traces-endpoint": ("enable-trace", "collect-detailed-traces"),
-    "usage always tells cached tokens": ("enable-cache-report", "enable-prompt-tokens-details"),
-    "tools are chosen freely unless a request says otherwise": ("enable-auto-tool-choice",),
-    "long prompts are always prefilled in chunks, between steps": ("enable-chunked-prefill", "enable-mixed-chunk"),
-    "a launch takes at most --chunked-prefill-size tokens": ("max-prefill-tokens", "prefill-max-requests"),
-    "prefixes are cached unless --disable-radix-cache": ("enable-prefix-caching", "disable-chunked-prefix-cache"),
-    "llguidance is the only backend": (
-        "grammar-backend", "guided-decoding-backend", "structured-outputs-config.backend",
-        "disable-outlines-disk-cache",
-    ),
-    "only text is read": (
-        "limit-mm-per-prompt", "chat-template-content-format", "keep-mm-feature-on-device", "language-model-only"
-    ),
-    "--load-format is also the draft's": ("speculative-draft-load-format",),
-    "there is one implementation of each architecture": ("model-impl",),
-    "the tokenizer's files decide": ("tokenizer-mode", "tokenizer-worker-num"),
-    "the only sampler is keyed by position, so that drafts never change the text": ("sampling-backend",),
-    "requests are preempted if memory runs out, and continue later": ("schedule-conservativeness",),
-    "requests are served by priority, then in order of arrival": (
-        "schedule-policy", "scheduling-policy", "enable-priority-scheduling"
-    ),
-    "there are no requests to warm up with: kernels are compiled before": ("skip-server-warmup", "warmups"),
-    "tokens are sent as they come": ("stream-interval", "stream-output", "num-continuous-decode-steps"),
-    "an idle engine always sleeps": ("sleep-on-idle",),
-    "the page used least recently is evicted": ("radix-eviction-policy",),
-    "weights and KV pool stay on the device": ("swap-space", "delete-ckpt-after-loading"),
-    "layers with sliding windows and others share one pool": ("swa-full-tokens-ratio",),
-    "states are cached where prompts and messages end and texts branch, and every 1,024 tokens": (
-        "mamba-cache-mode", "mamba-radix-cache-strategy"
-    ),
-    "ranks run on one machine, over sockets without addresses": (
-        "nccl-port", "dist-init-addr", "nccl-init-addr", "master-addr", "master-port", "node-rank",
-        "distributed-executor-backend", "ray-workers-use-nsight",
-    ),
-    "sums over ranks are added in one order, by one implementation": (
-        "disable-custom-all-reduce", "enable-p2p-check", "enable-mscclpp", "enable-nccl-nvls", "enable-symm-mem",
-        "enable-torch-symm-mem",
-    ),
-    "ranks load at a time, and map the files": ("max-parallel-loading-workers",),
-    "there are no stages of a pipeline": ("pp-max-micro-batch-size", "pp-async-batch-depth"),
-})  # fmt: skip
-"""SGLang's and vLLM's flags that are taken on the command line, with a warning that says why they change nothing."""
-_REPLICA = "a server is one replica; start several behind a proxy"
-_ATTENTION = "attention is shared out by heads, by --tensor-parallel-size"
-_SIZES = _by_flag({
-    _REPLICA: ("data-parallel-size", "data-parallel-size-local", "dp-size", "dp"),
-    "every layer is shared out, by --tensor-parallel-size": ("pipeline-parallel-size", "pp-size", "pp"),
-    _ATTENTION: (
-        "attn-cp-size", "attention-context-parallel-size", "dcp-size", "decode-context-parallel-size",
-        "prefill-context-parallel-size",
-    ),
-    "experts are shared out by --expert-parallel-size and --tensor-parallel-size": (
-        "moe-dp-size", "moe-data-parallel-size", "dwdp-size"
-    ),
-    "drafts are whole on each rank": ("speculative-draft-tensor-parallel-size",),
-    "ranks run on one machine": ("nnodes",),
-})  # fmt: skip
-"""Those that are taken with 1 alone."""
-_NOT_TAKEN = _SIZES | _by_flag({
-    _ATTENTION: ("enable-dp-attention", "enable-dp-lm-head", "enable-prefill-cp", "attn-tp-size"),
-    _REPLICA: (
-        "load-balance-method", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address",
-        "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
-    ),
-    "which experts are chosen is not recorded": (
-        "enable-expert-distribution-metrics", "expert-distribution-recorder-mode",
-        "expert-distribution-recorder-buffer-size", "enable-return-routed-experts",
-    ),
-    "weights and KV pool stay on the device": ("cpu-offload-gb", "enable-hierarchical-cache"),
-    "adapters are not served": ("enable-lora", "lora-paths", "lora-modules"),
-    "edit config.json; for a draft use --speculative-draft-config-override": (
-        "hf-overrides", "json-model-override-args", "rope-scaling", "rope-theta"
-    ),
-    "edit generation_config.json, or use --sampling-defaults openai": ("override-generation-config",),
-    "a proxy before the server speaks TLS": ("ssl-keyfile", "ssl-certfile"),
-    "only text is generated": ("task", "runner", "is-embedding", "enable-return-hidden-states"),
-})  # fmt: skip
-"""SGLang's and vLLM's flags that are refused, and why."""
-_ELSEWHERE = {
-    "--allowed-origins": "--cors-origin",
-    "--base-gpu-id": "the variable CUDA_VISIBLE_DEVICES",
-    "--block-size": "--page-size",
-    "--enforce-eager": "--disable-cuda-graph",
-    "--generation-config": "--sampling-defaults (model for auto, openai for vllm)",
-    "--gpu-memory-utilization": "--mem-fraction-static",
-    "--hf-token": "the variable HF_TOKEN",
-    "--log-requests-format": "--log-format",
-    "--kv-cache-memory-bytes": "--max-total-tokens, in tokens",
-    "--max-model-len": "--context-length",
-    "--max-num-batched-tokens": "--chunked-prefill-size",
-    "--max-num-seqs": "--max-running-requests",
-    "--no-enable-chunked-prefill": "--chunked-prefill-size -1",
-    "--no-enable-log-requests": "--disable-log-requests",
-    "--no-enable-prefix-caching": "--disable-radix-cache",
-    "--seed": "--random-seed",
-    "--speculative-config": "--speculative-algorithm and --speculative-draft-model-path",
-    "--speculative-model": "--speculative-draft-model-path",
-    "--tokenizer": "--tokenizer-path",
-    "--tokenizer-revision": "--revision, for both",
-}
-"""Our names of vLLM's flags."""
+def _reasons(table: str) -> dict[str, str]:
+    return {f"--{flag}": reason for reason, flags in _PEERS[table].items() for flag in flags.split()}
+
+
+_NO_EFFECT = _reasons("no_effect")
+_SIZES = _reasons("only_one")
+_NOT_TAKEN = _SIZES | _reasons("refused")
+_ELSEWHERE = {f"--{flag}": ours for flag, ours in _PEERS["elsewhere"].items()}
 _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declared.names}
 
 
