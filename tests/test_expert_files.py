@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specserve.core import SamplingParams
+from specserve.layers import linear
 from specserve.layers.batch import TokenBatch
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.linear import PLAIN
@@ -26,7 +28,7 @@ from tests.reference.gemma4 import draw_weights
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.packed_bits import pack_quantized
-from tests.reference.quantized import DIALECTS, dequantize, packed_group, quantize
+from tests.reference.quantized import DIALECTS, PROJECTIONS, configure, dequantize, packed_group, quantize
 from tests.test_more_targets import MLA, SIZES
 from tests.test_published_configs import KIMI
 from tests.test_targets import recorded_logits
@@ -51,6 +53,23 @@ def test_experts_may_be_one_tensor(safetensors: bool, tmp_path: Path) -> None:
     work = [([3, 9, 27, 17], SamplingParams(temperature=0, max_tokens=4))]
     answers = [answer_all(make_scheduler(tmp_path / each), work)[0].tokens for each in ("apart", "fused")]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dialect", ["gptq", "W4A16", "fp8 a tensor"])
+def test_routers_and_embeddings_may_be_quantized(dialect: str, tmp_path: Path) -> None:
+    plain, names = (
+        make_qwen3_moe(tmp_path / "plain", experts=8, layers=2),
+        (*PROJECTIONS, "gate", "embed_tokens"),
+    )
+    path = quantize(plain, tmp_path / "quantized", dialect, projections=names)
+    if dialect == "W4A16":
+        group = packed_group(128)["config_groups"]["group_0"]
+        configure(path, config_groups={"all": {**group, "targets": ["Linear", "Embedding"]}})
+    state, fields = dequantize(path)
+    meant = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
+    expected = logits_of(save_checkpoint(tmp_path / "meant", meant, fields, safetensors=True), torch.float64)
+    with patch.object(linear, "rounded_inputs", lambda x, _: x):
+        torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
 
 
 def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import transformers
 
 from specserve import SamplingParams
 from specserve.config import make_settings
+from specserve.layers.linear import PLAIN
+from specserve.layers.weights import Projection, WeightFormat
+from specserve.models.checkpoint import load_target
+from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES
+from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
@@ -174,7 +180,21 @@ def test_flashinfer_has_no_caps(tmp_path: Path) -> None:
         )
 
 
+class Asked(WeightFormat):
+    """Notes the names that formats are asked for, and has plain weights."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+
+    def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
+        self.names |= {f"{name}.{part}.weight".lstrip(".") for part in parts}
+        return PLAIN.projection(name, inputs, parts, bias)
+
+
 def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
+    asked = Asked()
+    load_target(target, torch.float32, torch.device("cpu"), 64, load_model_config(target).with_weights(asked))
+    assert asked.names <= {*TensorFiles(target).names(), "lm_head.weight"}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     draft = make_eagle3(target.parent / "draft", target)
     with recorded_logits() as found:

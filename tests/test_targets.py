@@ -190,7 +190,7 @@ class DenseAttend:
 
 
 @pytest.mark.parametrize("architecture", BESIDE_VISION)
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.language_model.model."])
 def test_the_text_part_of_a_vision_language_file(
     architecture: str, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -176,8 +178,8 @@ def _written(
 
 
 def as_json(value: str, kinds: set[str]) -> str:
-    """Return a text as JSON: unchanged if it is a value of one of ``kinds`` other than a string, otherwise as a
-    string."""
+    """Return a text as JSON: unchanged if it is a value of one of ``kinds`` other than a string, a list or an object of
+    Python's as JSON's, otherwise as a string."""
     if kinds - {"string"}:
         kind, written = _WORDS.get(value.strip().lower(), ("", value.strip()))
         if kind in kinds:
@@ -186,8 +188,20 @@ def as_json(value: str, kinds: set[str]) -> str:
             parsed = json.loads(written, parse_constant=no_json)
             json.dumps(parsed, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            parsed = value
+            parsed, written = _literal(written)
         integral = isinstance(parsed, float) and parsed.is_integer() and "integer" in kinds
         if not isinstance(parsed, str) and (integral or kinds & KINDS[type(parsed)]):
             return written
     return json.dumps(value, ensure_ascii=False)
+
+
+def _literal(text: str) -> tuple[Any, str]:
+    """Return the list or object that is written as in Python, and its JSON; the text if there is none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about invalid escapes
+            parsed = ast.literal_eval(text) if text.startswith(("[", "{")) else text
+        written = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text, text
+    return parsed, written

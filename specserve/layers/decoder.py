@@ -90,18 +90,21 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """Gated feed-forward with a fused gate and up projection. Each rank has some channels, and the sum over ranks comes
-    after ``down_proj``. ``module``: its name in the layer. ``fused``: so are they in files."""
+    after ``down_proj``. ``module``: its name in the layer. ``up``, ``down``: their names in files; ``fused``: one for
+    gate and up."""
 
     fused: ClassVar[bool] = False
+    up: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    down: ClassVar[str] = "down_proj"
 
     def __init__(self, config: LayerConfig, layer: int, module: str = "mlp") -> None:
         super().__init__()
         name, size, inner = f"layers.{layer}.{module}", config.hidden_size, config.intermediate_size
         new = config.weights.projection
         self.activation, self.ranks = config.activation, config.ranks
-        parts = {"gate_up_proj": inner + inner} if self.fused else {"gate_proj": inner, "up_proj": inner}
+        parts = {"gate_up_proj": inner + inner} if self.fused else dict.fromkeys(self.up, inner)
         self.gate_up_proj = new(name, size, parts, config.mlp_bias)
-        self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
+        self.down_proj = new(name, inner, {self.down: size}, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         inner_TI = self.gate_up_proj.gate_for(self.down_proj, x_TH, self.activation)

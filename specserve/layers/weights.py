@@ -102,6 +102,10 @@ class WeightFormat:
     def words(self) -> str:
         return ""
 
+    def stores(self, module: str) -> bool:
+        """Return whether a module's weight is in this format, given its name in files, without ``model.``."""
+        return False
+
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         """Make a projection whose weights are not loaded yet. ``name``: its module in files, without ``model.``;
         ``parts`` as in ``Projection``, but never empty. Either the parts' sizes or ``inputs`` may be a ``Share``."""

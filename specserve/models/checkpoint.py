@@ -6,7 +6,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specserve.layers.formats.fp8 import KV_SCALES
+from specserve.layers.linear import PLAIN
 from specserve.layers.ranks import ONE, Along, Cut, Ranks, Share
-from specserve.layers.weights import FLOATS, Projection
+from specserve.layers.weights import FLOATS, Projection, WeightFormat
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, read_json
 from specserve.models.random_tensors import RandomTensors
@@ -92,30 +93,62 @@ class _Stored:
         return device.type == "meta"
 
 
-def _stored(module: nn.Module) -> Iterator[_Stored]:
+class _Dequantized(Projection):
+    """Fills the weight of a module that takes it plain from a file that has it quantized, which ``reader`` reads."""
+
+    def __init__(self, weight: nn.Parameter, reader: Projection) -> None:
+        super().__init__()
+        self.parts, self.weight, self._reader = {}, weight, reader
+        reader.kept_plain = True
+
+    def stored(self) -> list[dict[str, Tensor]]:
+        return self._reader.stored()
+
+    def cuts(self) -> list[dict[str, Cut]]:
+        return self._reader.cuts()
+
+    def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
+        self._reader.load(files)
+        self.weight.detach().copy_(self._reader.rows(None)[0])
+        del self._reader
+
+
+def _stored(
+    module: nn.Module, rename: Callable[[str], str] = lambda name: name, weights: WeightFormat = PLAIN
+) -> Iterator[_Stored]:
     seen = set[nn.Parameter]()
     for path, child in module.named_modules():
         own = dict(child.named_parameters(recurse=isinstance(child, Projection)))
         if seen.issuperset(own.values()):
             continue  # no parameters, or tied ones
         seen.update(own.values())
-        stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [
-            (path, {kind: each.detach() for kind, each in own.items()})
-        ]
-        if isinstance(child, Projection):
-            outside, _, name = path.rpartition(".")
-            parts = [_join(outside, part) for part in child.parts or [name]]
-            stored = zip(parts, child.stored(), strict=True)
-        stored = list(stored)
-        cuts = child.cuts() if isinstance(child, Projection) else [_cuts(own, getattr(child, "shares", {}))]
-        named = [{_join(at, kind): each for kind, each in found.items()} for at, found in stored]
-        places = [at for at, _ in stored]
-        cut = {
-            _join(at, kind): each
-            for at, found in zip(places, cuts, strict=True)
-            for kind, each in found.items()
-        }
-        yield _Stored(path, child, named, cut)
+        if "weight" in own and weights.stores(name := rename(_join(path, "weight")).removesuffix(".weight")):
+            weight = own.pop("weight")
+            rows = getattr(child, "shares", {}).get("weight", len(weight))
+            with building(weight.dtype, weight.device):
+                reader = weights.projection("", weight.shape[1], {name: rows}, bias=False)
+            yield _stored_of(path, _Dequantized(weight, reader), {})
+        if own:
+            yield _stored_of(path, child, own)
+
+
+def _stored_of(path: str, child: nn.Module, own: Mapping[str, nn.Parameter]) -> _Stored:
+    """Return what files have of a module; ``own``: its parameters."""
+    stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [
+        (path, {kind: each.detach() for kind, each in own.items()})
+    ]
+    if isinstance(child, Projection):
+        outside, _, name = path.rpartition(".")
+        parts = [_join(outside, part) for part in child.parts or [name]]
+        stored = zip(parts, child.stored(), strict=True)
+    stored = list(stored)
+    cuts = child.cuts() if isinstance(child, Projection) else [_cuts(own, getattr(child, "shares", {}))]
+    named = [{_join(at, kind): each for kind, each in found.items()} for at, found in stored]
+    places = [at for at, _ in stored]
+    cut = {
+        _join(at, kind): each for at, found in zip(places, cuts, strict=True) for kind, each in found.items()
+    }
+    return _Stored(path, child, named, cut)
 
 
 def _cuts(own: Mapping[str, Tensor], shares: Mapping[str, int]) -> dict[str, Cut]:
@@ -133,15 +166,23 @@ def _join(*names: str) -> str:
 
 
 def load_parameters(
-    module: nn.Module, files: TensorFiles, rename: Callable[[str], str] = lambda name: name
+    module: nn.Module,
+    files: TensorFiles,
+    rename: Callable[[str], str] = lambda name: name,
+    weights: WeightFormat = PLAIN,
 ) -> list[str]:
     """Fill every parameter of ``module``, converting to its dtype and device. Each projection is prepared as soon as it
     is read, so that few of them are held in two forms. Return the tensors' names inside the module.
 
-    ``rename`` turns a name inside the module into a canonical one. Raises ValueError, before anything is read, naming
-    the file and a tensor that is missing or has the wrong shape or dtype.
+    ``rename`` turns a name inside the module into a canonical one. ``weights``: the files' format, also of weights that
+    the module takes plain. Raises ValueError, before anything is read, naming the file and a tensor that is missing or
+    has the wrong shape or dtype.
     """
-    stored, inference, names = list(_stored(module)), torch.is_inference_mode_enabled(), list[str]()
+    stored, inference, names = (
+        list(_stored(module, rename, weights)),
+        torch.is_inference_mode_enabled(),
+        list[str](),
+    )
     for each in stored:
         for name, target in itertools.chain.from_iterable(part.items() for part in each.parts):
             names.append(name)
@@ -216,7 +257,10 @@ def load_target(
         return ".".join(model.renamed.get(part, part) for part in name.split("."))
 
     names = load_parameters(
-        model, files, lambda name: _HEAD if only_head and name == _EMBEDDING else rename(name)
+        model,
+        files,
+        lambda name: _HEAD if only_head and name == _EMBEDDING else rename(name),
+        config.weights,
     )
     if device.type != "meta":  # without data, not even the weights' format may be that of the files
         known = {*map(rename, names), *([_HEAD] if config.tie_word_embeddings else [])}

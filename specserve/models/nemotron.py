@@ -20,11 +20,7 @@ from specserve.models.partial_rope import PartialModel
 class UngatedMLP(MLP):
     """``down_proj`` of what ``activated`` makes of ``up_proj``: the square of its positive part."""
 
-    def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        up = {"up_proj": config.intermediate_size}
-        name = f"layers.{layer}.mlp"
-        self.gate_up_proj = config.weights.projection(name, config.hidden_size, up, config.mlp_bias)
+    up = ("up_proj",)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         return self.ranks.sum(self.down_proj(self.activated(self.gate_up_proj(x_TH)))), residual_TH

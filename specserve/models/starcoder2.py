@@ -19,6 +19,8 @@ from specserve.models.nemotron import UngatedMLP
 
 
 class Starcoder2MLP(UngatedMLP):
+    up, down = ("c_fc",), "c_proj"
+
     def activated(self, up_TI: Tensor) -> Tensor:
         return F.gelu(up_TI, approximate="tanh")
 
@@ -35,7 +37,6 @@ class Starcoder2Model(TargetModel):
     }
     activations: ClassVar[Mapping[str, Gate]] = {"gelu_pytorch_tanh": None}
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(mlp_class=Starcoder2MLP, norm_class=LayerNorm)
-    renamed: ClassVar[Mapping[str, str]] = {"up_proj": "c_fc", "down_proj": "c_proj"}
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:

@@ -73,7 +73,7 @@ class _Part(NamedTuple):
 
 def canonical(name: str) -> str:
     """Return this package's name for a tensor of a file."""
-    name = re.sub(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", "", name)
+    name = re.sub(r"^((model|language_model|text_model)\.)+", "", name)
     name = name.replace("_moe.e_score_correction_bias", "_moe.gate.e_score_correction_bias")  # MiniMax-M2's
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 

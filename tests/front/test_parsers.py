@@ -317,6 +317,10 @@ QWEN3_CODER: dict[str, Found] = {
         ("f", '{"a": "1", "a": "2"}')
     ),
     weather(("days", "5.0"), ("most", "5.5")): calls(("get_weather", '{"days": 5.0, "most": 5.5}')),
+    weather(("where", "{'a': (1, None), \"b\": 'it\\'s'}"), ("exact", "['x']")): calls(
+        ("get_weather", """{"where": {"a": [1, null], "b": "it's"}, "exact": "['x']"}""")
+    ),
+    weather(("where", "{1}"), ("most", "{'x'")): calls(("get_weather", """{"where": "{1}", "most": "{'x'"}""")),
     weather(("days", "5.5")): calls(("get_weather", '{"days": "5.5"}')),
     **{text: content(text) for text in (
         "<tool_call>\n", "<tool_call>\n<func", "<function=", "<function=g>\n</function>", "<function=f>\n",
@@ -464,6 +468,7 @@ HARMONY: dict[str, Found] = {
     "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>': [Content("Let me look."), *calls(("f", '{"a": 1}'))],
     " to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}": calls(("f", "{}")),
+    "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}<|call|>": calls(("f", "{}")),
     "<|start|>assistant to=f<|channel|>commentary json<|message|> <|call|>": calls(("f", " {}")),
     "to=browser.search<|channel|>commentary<|message|>{}<|call|>": [Reasoning("{}")],
     "<|channel|>analysis to=functions.f<|message|>{}<|call|><|channel|>final<|message|>Hi": [

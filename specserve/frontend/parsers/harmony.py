@@ -103,6 +103,8 @@ class HarmonyParser(Parser):
             ended = [] if self._header is not None else self._end()
             self._header = (self._header or "") + CHANNEL
             return ended
+        if self._header is not None:
+            self._header += " "  # ends the recipient
         return []
 
     def _open(self, header: str) -> list[Event]:

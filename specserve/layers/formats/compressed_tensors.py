@@ -237,4 +237,4 @@ def _rank(module: str, target: str) -> int | None:
         return 0
     if target.startswith("re:"):
         return 1 if matches(target.removeprefix("re:"), module) else None
-    return 2 if target == "Linear" else None
+    return 2 if target == ("Embedding" if "embed_tokens" in module else "Linear") else None

@@ -368,6 +368,9 @@ class StoredWeights(WeightFormat):
         kinds = dict.fromkeys(layout.words for layout in self.layouts.values())
         return f"{self.dialect}: {', '.join(kinds)}" if kinds else ""
 
+    def stores(self, module: str) -> bool:
+        return module in self.layouts
+
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         """Return one projection if all parts are stored in the same way, otherwise one for each part."""
         found = [self.layouts.get(f"{name}.{part}" if name else part) for part in parts]
