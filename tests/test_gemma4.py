@@ -97,10 +97,8 @@ def test_what_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -
 def test_flashinfer_lacks_heads_of_512() -> None:
     pytest.importorskip("triton")
     backend = ATTENTION["flashinfer"](16, torch.bfloat16)
-    assert backend.unsupported(HeadKV(1, 512, torch.bfloat16), 16)[0].startswith(
-        "head size 512: FlashInfer has"
-    )
-    assert not ATTENTION["triton"](16, torch.bfloat16).unsupported(HeadKV(1, 512, torch.bfloat16), 16)
+    assert backend.unsupported(HeadKV(1, 512, torch.bfloat16))[0].startswith("head size 512: FlashInfer has")
+    assert not ATTENTION["triton"](16, torch.bfloat16).unsupported(HeadKV(1, 512, torch.bfloat16))
 
 
 def test_training_refuses_shared_keys_and_values(tmp_path: Path) -> None:

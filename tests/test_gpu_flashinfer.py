@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specserve.attention import ATTENTION
-from specserve.attention.base import Chunks
+from specserve.attention.base import Chunks, Entries
 from specserve.kv.spec import HeadKV
 from specserve.layers.batch import Softmax
 
@@ -38,16 +38,16 @@ def test_prefill(page_size: int, dtype: torch.dtype) -> None:
     pages_BM = pages.view(len(SPANS), capacity).cuda()
     cache = torch.randn(len(pages) + 1, 2, page_size, KV_HEADS, SIZE, generator=generator).to("cuda", dtype)
     q_TND = torch.randn(len(plan.slot_T), HEADS, SIZE, generator=generator).to("cuda", dtype)
-    how = pages_BM, Softmax(), None, None
     torch_plan = ATTENTION["torch"](page_size, torch.float32).plan_prefill(plan)
-    expected = torch_plan.run(q_TND.float(), cache.float(), *how)
-    found = ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache, *how)
+    expected = torch_plan.run(q_TND.float(), Entries(cache.float(), pages_BM), Softmax())
+    found_plan = ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan)
+    found = found_plan.run(q_TND, Entries(cache, pages_BM), Softmax())
     error = float((found.float() - expected).norm() / expected.norm())
     assert error < 1e-2
 
 
 def test_says_what_it_cannot_serve() -> None:
     backend = ATTENTION["flashinfer"](16, torch.float32)
-    reasons = " ".join(backend.unsupported(HeadKV(2, 32, torch.bfloat16), 16))
+    reasons = " ".join(backend.unsupported(HeadKV(2, 32, torch.bfloat16)))
     assert "head size 32" in reasons
     assert "float32" in reasons

@@ -23,7 +23,7 @@ from specserve_kernels.ops.attention.launch_plan import LaunchPlan  # noqa: E402
 from specserve_kernels.ops.device import H200, Limits, tickets  # noqa: E402
 
 from specserve.attention import ATTENTION  # noqa: E402
-from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  # noqa: E402
+from specserve.attention.base import AttentionBackend, Chunks, Entries, Frontier, Nodes  # noqa: E402
 from specserve.attention.torch import LANES, TorchAttention  # noqa: E402
 from specserve.attention.triton import TritonAttention  # noqa: E402
 from specserve.kv.spec import HeadKV, LatentKV  # noqa: E402
@@ -147,8 +147,8 @@ def run(
     plan = getattr(backend, method)(request)
     if method != "plan_prefill":  # which has no workspace
         # a layer before: leaves no trace
-        plan.run(torch.zeros_like(q_TND), cache, pages_BM, Softmax(), None, scales, latent)
-    return plan.run(q_TND, cache, pages_BM, Softmax(), kv_TND, scales, latent)
+        plan.run(torch.zeros_like(q_TND), Entries(cache, pages_BM, None, scales, latent), Softmax())
+    return plan.run(q_TND, Entries(cache, pages_BM, kv_TND, scales, latent), Softmax())
 
 
 def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
@@ -450,11 +450,11 @@ def test_one_graph_serves_all_lengths() -> None:
     pages_BM, nodes = case.table(2, 700), replace(nodes, max_kv=700)
     q_TND = case.normal(6, 8, 128)
     plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
-    plan.run(q_TND, case.cache, pages_BM, Softmax(), None, None)
+    plan.run(q_TND, Entries(case.cache, pages_BM), Softmax())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
-        out = [plan.run(q_TND, case.cache, pages_BM, Softmax(), None, None) for _ in range(3)][-1]
+        out = [plan.run(q_TND, Entries(case.cache, pages_BM), Softmax()) for _ in range(3)][-1]
     for lengths in ([1, 690], [640, 0], [63, 64]):
         nodes.length_B.copy_(torch.tensor(lengths))
         graph.replay()
@@ -510,11 +510,8 @@ class Text:
         cache = self.cache(page_size, self.qkv_LND if kv_LND is None else kv_LND)
         pages = torch.arange(1, 1 - (-1160 // page_size), device=GPU)
         pages_BM = pages.expand(len(nodes.length_B), -1)
-        return (
-            TritonAttention(page_size, self.dtype)
-            .plan_verify(nodes)
-            .run(q_TND, cache, pages_BM, Softmax(), None, self.scales, self.latent)
-        )
+        entries = Entries(cache, pages_BM, None, self.scales, self.latent)
+        return TritonAttention(page_size, self.dtype).plan_verify(nodes).run(q_TND, entries, Softmax())
 
     def decoded(self) -> Tensor:
         """Each token of ``PLACES`` alone."""
@@ -609,8 +606,8 @@ class TestSameBits:
                 )  # fmt: skip
                 plan = TritonAttention(page_size, text.dtype).plan_prefill(request)
                 kv_TND = own[:, text.heads :] if start % 200 == 0 and not text.latent else None
-                how = Softmax(), kv_TND, text.scales, text.latent
-                found.append(plan.run(own[:, : text.heads], cache, pages_BM, *how))
+                entries = Entries(cache, pages_BM, kv_TND, text.scales, text.latent)
+                found.append(plan.run(own[:, : text.heads], entries, Softmax()))
             rows = torch.cat(found)
             places = [p for p in PLACES if p < len(rows)]
             assert torch.equal(rows[places], right[: len(places)]), chunk
@@ -618,11 +615,12 @@ class TestSameBits:
 
 def test_reasons() -> None:
     backend = TritonAttention(16, torch.bfloat16)
-    assert backend.unsupported(HeadKV(8, 128, torch.bfloat16), 16) == []
-    assert backend.unsupported(LatentKV(512, 64, torch.bfloat16), 16) == []
-    assert "head size" in backend.unsupported(HeadKV(8, 80, torch.bfloat16), 16)[0]
+    assert backend.unsupported(HeadKV(8, 128, torch.bfloat16)) == []
+    assert backend.unsupported(LatentKV(512, 64, torch.bfloat16)) == []
+    assert "head size" in backend.unsupported(HeadKV(8, 80, torch.bfloat16))[0]
     for sizes in ((500, 64), (512, 48)):
-        assert "latents" in backend.unsupported(LatentKV(*sizes, torch.bfloat16), 16)[0]
-    assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16), 24)[0]
-    assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16), 512)[0]
-    assert "float64" in TritonAttention(16, torch.float64).unsupported(HeadKV(8, 128, torch.bfloat16), 16)[0]
+        assert "latents" in backend.unsupported(LatentKV(*sizes, torch.bfloat16))[0]
+    for page_size in (24, 512):
+        backend = TritonAttention(page_size, torch.bfloat16)
+        assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16))[0]
+    assert "float64" in TritonAttention(16, torch.float64).unsupported(HeadKV(8, 128, torch.bfloat16))[0]

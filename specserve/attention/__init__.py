@@ -35,7 +35,7 @@ def attention_for(name: str, pool: PoolConfig) -> AttentionBackend:
     attention = ATTENTION[name](pool.page_size, pool.dtype)
     for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
         for spec in specs:
-            if reasons := attention.unsupported(spec, pool.page_size):
+            if reasons := attention.unsupported(spec):
                 raise ValueError(
                     f"--attention-backend {attention.name} cannot serve the {whose}'s {spec}: "
                     f"{'; '.join(reasons)}; use torch, which serves all, without CUDA graphs"

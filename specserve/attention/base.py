@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specserve_kernels import KVScales
 from torch import Tensor
@@ -58,6 +58,18 @@ class Frontier:
     max_kv: int
 
 
+class Entries(NamedTuple):
+    """What a layer's queries attend to. ``cache``: the layer in the pool, with ``scales`` in FP8, and ``pages_BM`` its
+    page table. ``kv_TND``: the tokens' own keys and then values, as the cache holds them. ``latent``: its rows are keys
+    of all heads, and the first so many of their numbers are values; outputs have as many."""
+
+    cache: Tensor
+    pages_BM: Tensor
+    kv_TND: Tensor | None = None
+    scales: KVScales | None = None
+    latent: int = 0
+
+
 class Plan(Protocol):
     """The plan of one pass over the model; runs one layer's attention. ``reads_own``: it may read the tokens' own keys
     and values from ``kv_TND``."""
@@ -65,19 +77,8 @@ class Plan(Protocol):
     @property
     def reads_own(self) -> bool: ...
 
-    def run(
-        self,
-        q_TND: Tensor,
-        cache: Tensor,
-        pages_BM: Tensor,
-        softmax: Softmax,
-        kv_TND: Tensor | None,
-        scales: KVScales | None,
-        latent: int = 0,
-    ) -> Tensor:
-        """Return the outputs ``[T, N, D]``. ``cache``: one layer of the pool, with ``scales`` in FP8, and ``pages_BM``
-        its page table. ``kv_TND``: the tokens' own keys and then values, as the cache holds them. ``latent``: its rows
-        are keys of all heads, and the first so many of their numbers are values; outputs have as many."""
+    def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
+        """Return the outputs ``[T, N, D]``."""
         ...
 
 
@@ -86,10 +87,7 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]: ...
-
+    def unsupported(self, spec: KVSpec) -> list[str]: ...
     def plan_prefill(self, chunks: Chunks) -> Plan: ...
-
     def plan_verify(self, nodes: Nodes) -> Plan: ...
-
     def plan_draft(self, frontier: Frontier) -> Plan: ...

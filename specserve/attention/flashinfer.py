@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from specserve_kernels import KVScales
 from torch import Tensor
 
-from specserve.attention.base import Chunks, Frontier, Nodes, Plan
+from specserve.attention.base import Chunks, Entries, Plan
 from specserve.attention.triton import TritonAttention
 from specserve.kv.spec import HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
@@ -40,22 +39,14 @@ class _Prefill:
     alive: deque[Any]
     wrappers: dict[tuple[int, int, int, float | None], Any] = field(default_factory=dict)
 
-    def run(
-        self,
-        q_TND: Tensor,
-        cache: Tensor,
-        pages_BM: Tensor,
-        softmax: Softmax,
-        kv_TND: Tensor | None,
-        scales: KVScales | None,
-        latent: int = 0,
-    ) -> Tensor:
-        assert not latent
+    def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
+        cache = entries.cache
+        assert not entries.latent
         assert softmax.sinks_H is None
         assert softmax.cap is None
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4], softmax.scale
         if geometry not in self.wrappers:
-            self.wrappers[geometry] = self._plan(pages_BM, *geometry, q_TND.dtype)
+            self.wrappers[geometry] = self._plan(entries.pages_BM, *geometry, q_TND.dtype)
             self.alive.append(self.wrappers[geometry])
         out: Tensor = self.wrappers[geometry].run(q_TND.contiguous(), cache)
         return out
@@ -97,21 +88,19 @@ def _starts(counts: list[int]) -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
-class FlashInferAttention:
+class FlashInferAttention(TritonAttention):
     """See the module's docstring."""
 
     name = "flashinfer"
 
     def __init__(self, page_size: int, dtype: torch.dtype) -> None:
-        self.page_size = page_size
-        self.dtype = dtype
-        self._triton = TritonAttention(page_size, dtype)
+        super().__init__(page_size, dtype)
         self._workspace: Tensor | None = None
         # The device copies a wrapper's plan from pinned memory up to a few launches later: keep the latest ones alive.
         self._alive: deque[Any] = deque(maxlen=_KEPT_PLANS)
 
-    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
-        reasons = self._triton.unsupported(spec, page_size)
+    def unsupported(self, spec: KVSpec) -> list[str]:
+        reasons = super().unsupported(spec)
         if isinstance(spec, LatentKV):
             reasons.append(f"{spec} are not passed to FlashInfer; triton serves them")
         if isinstance(spec, HeadKV) and spec.head_dim not in _HEAD_SIZES:
@@ -124,14 +113,8 @@ class FlashInferAttention:
 
     def plan_prefill(self, chunks: Chunks) -> Plan:
         if chunks.spans is None or chunks.kv_start:
-            return self._triton.plan_prefill(chunks)
+            return super().plan_prefill(chunks)
         if self._workspace is None:
             device = chunks.q_start.device
             self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return _Prefill(chunks.spans, self.page_size, self._workspace, self._alive)
-
-    def plan_verify(self, nodes: Nodes) -> Plan:
-        return self._triton.plan_verify(nodes)
-
-    def plan_draft(self, frontier: Frontier) -> Plan:
-        return self._triton.plan_draft(frontier)

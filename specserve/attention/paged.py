@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specserve_kernels import rotary_store_kv, store_latents
 from torch import Tensor
 
-from specserve.attention.base import Plan
+from specserve.attention.base import Entries, Plan
 from specserve.attention.recurrent import StatePass
 from specserve.kv.pool import KVPool
 from specserve.layers.batch import DeltaRule, GroupedQuery, Softmax
@@ -32,15 +32,15 @@ class PagedAttend:
         cache, scales = self.pool.layers[layer], self.pool.scales[layer]
         pages_BM = self.pages_GBM[self.pool.tables[layer]]
         if isinstance(ask, Latent):
-            how = Softmax(ask.scale), None, scales, len(ask.rows.norm_C)
+            entries = Entries(cache, pages_BM, None, scales, len(ask.rows.norm_C))
             store_projected(self.pool, layer, ask.rows, ask.rope, self.pages_GBM, self.place_T)
-            return self.plan.run(ask.query_TNX, cache, pages_BM, *how).flatten(1)
+            return self.plan.run(ask.query_TNX, entries, Softmax(ask.scale)).flatten(1)
         qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
         own = self.plan.reads_own and heads > 0
         where, rope = (cache, pages_BM, self.place_T), ask.rope
         q_TND = rotary_store_kv(qkv_TND, *rope[:2], heads, *where, own, scales, ask.norms, rope.interleaved)
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
-        return self.plan.run(q_TND, cache, pages_BM, ask.softmax, kv_TND, scales).flatten(1)
+        return self.plan.run(q_TND, Entries(cache, pages_BM, kv_TND, scales), ask.softmax).flatten(1)
 
     def recur(self, ask: DeltaRule) -> Tensor:
         assert self.states is not None, "a target's pass"

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from specserve_kernels import KVScales, group_bias, paged_attention, visible_to_bias
+from specserve_kernels import group_bias, paged_attention, visible_to_bias
 from torch import Tensor
 
-from specserve.attention.base import Chunks, Frontier, Nodes
+from specserve.attention.base import Chunks, Entries, Frontier, Nodes
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import Softmax
 
@@ -36,17 +36,9 @@ class _Plan:
     # of all layers with one window and group size, the bias and which of a slot's pages are seen
     biases: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def run(
-        self,
-        q_TND: Tensor,
-        cache: Tensor,
-        pages_BM: Tensor,
-        softmax: Softmax,
-        kv_TND: Tensor | None,
-        scales: KVScales | None,
-        latent: int = 0,
-    ) -> Tensor:
-        if latent:  # values, too, are whole rows: those of keys' size are added up in a fixed order
+    def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
+        cache, pages_BM = entries.cache, entries.pages_BM
+        if entries.latent:  # values, too, are whole rows: those of keys' size are added up in a fixed order
             cache = cache[..., None, :].expand(-1, 2, -1, -1, -1)
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
         q_BNHD = q.reshape(len(pages_BM), self.queries, *q_TND.shape[1:])
@@ -58,10 +50,10 @@ class _Plan:
             self.biases[key] = bias, self._seen_pages(visible_BNL)
         bias, seen_BM = self.biases[key]
         pages_BM = pages_BM[:, : seen_BM.shape[1]].where(seen_BM, 0)  # others may be another request's by now
-        out = paged_attention(
-            q_BNHD, cache, pages_BM, bias, scales, softmax.scale, softmax.sinks_H, softmax.cap
-        )
-        out = out.flatten(0, 1)[..., : latent or None]
+        how = entries.scales, softmax.scale, softmax.sinks_H, softmax.cap
+        out = paged_attention(q_BNHD, cache, pages_BM, bias, *how).flatten(0, 1)[
+            ..., : entries.latent or None
+        ]
         return out if self.scatter_T is None else out[self.scatter_T]
 
     def _seen_pages(self, visible_BNL: Tensor) -> Tensor:
@@ -79,7 +71,7 @@ class TorchAttention:
         self.page_size = page_size
         self.dtype = dtype
 
-    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
+    def unsupported(self, spec: KVSpec) -> list[str]:
         return []
 
     def plan_prefill(self, chunks: Chunks) -> _Plan:
@@ -89,9 +81,8 @@ class TorchAttention:
             gather_BN, scatter_T = None, None
             positions_BN = chunks.positions_T[None]
         else:
-            gather_BN, scatter_T = _padding(
-                chunks.q_start, chunks.slot_T, chunks.max_tokens, len(chunks.slot_T)
-            )
+            total = len(chunks.slot_T)
+            gather_BN, scatter_T = _padding(chunks.q_start, chunks.slot_T, chunks.max_tokens, total)
             positions_BN = chunks.positions_T[gather_BN]
 
         def visible(window: int | None) -> Tensor:

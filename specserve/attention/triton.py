@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from specserve_kernels import KVScales
 from specserve_kernels.ops.attention.attention import (
     HEAD_DIMS,
     LEAST_WINDOW,
@@ -23,7 +22,7 @@ from specserve_kernels.ops.attention.paths import Paths, list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from torch import Tensor
 
-from specserve.attention.base import Chunks, Frontier, Nodes
+from specserve.attention.base import Chunks, Entries, Frontier, Nodes, Plan
 from specserve.kv.spec import HeadKV, KVSpec, LatentKV
 from specserve.layers.batch import Softmax
 
@@ -37,16 +36,8 @@ class _Prefill:
     prefix: bool  # some request begins after position 0
     reads_own: ClassVar = True
 
-    def run(
-        self,
-        q_TND: Tensor,
-        cache: Tensor,
-        pages_BM: Tensor,
-        softmax: Softmax,
-        kv_TND: Tensor | None,
-        scales: KVScales | None,
-        latent: int = 0,
-    ) -> Tensor:
+    def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
+        cache, pages_BM, kv_TND, scales, latent = entries
         c = self.chunks
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
@@ -60,16 +51,8 @@ class _Verify:
     reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(
-        self,
-        q_TND: Tensor,
-        cache: Tensor,
-        pages_BM: Tensor,
-        softmax: Softmax,
-        kv_TND: Tensor | None,
-        scales: KVScales | None,
-        latent: int = 0,
-    ) -> Tensor:
+    def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
+        cache, pages_BM, _, scales, latent = entries
         n = self.nodes
         where = pages_BM, n.length_B, n.q_start, self.paths, n.max_nodes
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
@@ -82,16 +65,8 @@ class _Draft:
     reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(
-        self,
-        q_TND: Tensor,
-        cache: Tensor,
-        pages_BM: Tensor,
-        softmax: Softmax,
-        kv_TND: Tensor | None,
-        scales: KVScales | None,
-        latent: int = 0,
-    ) -> Tensor:
+    def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
+        cache, pages_BM, _, scales, latent = entries
         f = self.frontier
         where = pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
@@ -107,7 +82,7 @@ class TritonAttention:
         self.page_size = page_size
         self.dtype = dtype
 
-    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
+    def unsupported(self, spec: KVSpec) -> list[str]:
         reasons = []
         if self.dtype not in _DTYPES:
             reasons.append(f"it computes in float16, bfloat16 or float32, not {self.dtype}")
@@ -117,11 +92,11 @@ class TritonAttention:
             reasons.append(f"latents must have one of {HEAD_DIMS} channels, and {ROTATED} rotated ones")
         if spec.window is not None and spec.window < LEAST_WINDOW:
             reasons.append(f"windows must have at least {LEAST_WINDOW} tokens, not {spec.window}")
-        if page_size.bit_count() != 1 or page_size > _MAX_PAGE:
-            reasons.append(f"the page size must be a power of two up to {_MAX_PAGE}, not {page_size}")
+        if self.page_size.bit_count() != 1 or self.page_size > _MAX_PAGE:
+            reasons.append(f"the page size must be a power of two up to {_MAX_PAGE}, not {self.page_size}")
         return reasons
 
-    def plan_prefill(self, chunks: Chunks) -> _Prefill:
+    def plan_prefill(self, chunks: Chunks) -> Plan:
         return _Prefill(chunks, prefix=chunks.spans is None or any(first > 0 for first, _ in chunks.spans))
 
     def plan_verify(self, nodes: Nodes) -> _Verify:
