@@ -33,7 +33,10 @@ many with two ranks, N / 2 times as many with N. 3.8 microseconds, as measured i
 others together, which is assumed: up to 911 KiB of four ranks, 260 of eight."""
 
 _WORD = tl.constexpr(8)  # bytes of a flag
-_LOOK = tl.constexpr(256)  # polls between looks at ``stop``, which is in the host's memory
+LOOK = tl.constexpr(1 << 14)
+"""Polls between looks at ``stop``, some 10 ms. It is in the host's memory, where looks of all warps together take
+milliseconds. If they took longer than is between them, a rank that was late once would make the others late, and these
+it again."""
 
 
 class Shared(NamedTuple):
@@ -228,9 +231,9 @@ def _meet(addresses_ptr, rank, program, count, N: tl.constexpr):
         polls, since = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
         while tl.atomic_add(flag, tl.zeros((), tl.int64), sem="acquire", scope="sys") < count:
             polls += 1
-            if polls % _LOOK == 0:
+            if polls % LOOK == 0:
                 now, limit = tl.load(host_ptr + 1, volatile=True), tl.load(host_ptr + 2, volatile=True)
-                since = tl.where(polls == _LOOK, now, since)
+                since = tl.where(polls == LOOK, now, since)
                 if tl.load(host_ptr, volatile=True) != 0:
                     count = count * 0
                 elif (limit > 0) & (now - since > limit):
