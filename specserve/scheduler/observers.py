@@ -24,29 +24,26 @@ KEPT = 0.998  # share of the evidence that a further trial leaves
 DEVIATION = 2.0  # of a step's accepted drafts, among requests of which about as much is accepted
 
 
-class Observer(Protocol):
+class Observer:
+    """What is called of running requests; here nothing happens."""
+
     def admitted(self, request: Request) -> None:
         """The request got a slot and will compute ``request.context``."""
-        ...
 
     def emitted(self, request: Request, tokens: Sequence[int]) -> None:
         """These tokens were added to the request's text. It may have left already."""
-        ...
 
     def left(self, request: Request) -> None:
         """The request lost its slot: it ended or was preempted."""
-        ...
 
     def collected(self, stepped: bool) -> None:
         """The results of a step or a prefill were read; only the launches in flight follow it."""
-        ...
 
     def flushed(self) -> None:
-        """Forget earlier requests; none are running."""
-        ...
+        """Forget the texts of earlier requests; none are running."""
 
 
-class DynamicMapObserver:
+class DynamicMapObserver(Observer):
     """Makes a dynamic token map follow the texts. New rows are queued before the next launch."""
 
     def __init__(self, dynamic_map: DynamicMap, runner: Runner) -> None:
@@ -65,9 +62,6 @@ class DynamicMapObserver:
     def collected(self, stepped: bool) -> None:
         if (rows := self._map.look(stepped)) is not None:
             self._runner.set_draft_rows(SetDraftRows(rows.tolist()))
-
-    def flushed(self) -> None:
-        """Do nothing: the map counts tokens and keeps no text."""
 
 
 @dataclass(slots=True)
@@ -99,7 +93,7 @@ class _Trial:
     accepted: int = 0
 
 
-class DraftTemperatureObserver:
+class DraftTemperatureObserver(Observer):
     """Learns at which share of a request's temperature its drafts are best guessed. Where the target is surer of its
     tokens than the draft is, a draft at the full temperature strays more often than the target does; where both are
     equally sure, the full temperature is right.
@@ -115,9 +109,6 @@ class DraftTemperatureObserver:
         self._trials: dict[int, _Trial] = {}  # by slot
         self._due: dict[int, float] = {}  # temperatures by slot
         self._random = random.Random(0)
-
-    def admitted(self, request: Request) -> None:
-        pass
 
     def emitted(self, request: Request, tokens: Sequence[int]) -> None:
         if request.slot < 0 or request.params.greedy or not request.effect.cap or request.effect.predicted:
@@ -152,9 +143,6 @@ class DraftTemperatureObserver:
         if due:
             self._runner.set_draft_temperatures(SetDraftTemperatures([*due], [*due.values()]))
 
-    def flushed(self) -> None:
-        """Do nothing: it keeps no text."""
-
 
 @dataclass(slots=True)
 class _Followed:
@@ -186,7 +174,7 @@ class Texts(Protocol):
         ...
 
 
-class ContinuationObserver:
+class ContinuationObserver(Observer):
     """Sends the device a continuation of each running text: what followed the longest match in other texts. A new one
     is sent when the text diverges from it or has used half of it, and less often if the text keeps diverging at the
     first token."""
@@ -197,9 +185,6 @@ class ContinuationObserver:
         self._longest = longest
         self._followed: dict[int, _Followed] = {}  # by slot
         self._grown: dict[int, Request] = {}  # by slot: requests with new tokens
-
-    def admitted(self, request: Request) -> None:
-        pass
 
     def emitted(self, request: Request, tokens: Sequence[int]) -> None:
         if request.slot >= 0 and request.params.speculation.enabled:
@@ -213,9 +198,6 @@ class ContinuationObserver:
         grown, self._grown = self._grown, {}
         if continuations := [each for each in map(self._look, grown.values()) if each is not None]:
             self._runner.set_continuations(SetContinuations(continuations))
-
-    def flushed(self) -> None:
-        """Do nothing: it keeps no text of its own."""
 
     def _look(self, request: Request) -> Continuation | None:
         """Return a new continuation for a text, or None."""
