@@ -24,6 +24,7 @@ LONGEST = (
     "test_compile",
     "test_lossless",
     "test_triton_engine",
+    "test_each_method",
     "test_weight_formats",
     "test_conformance",
     "test_faults",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .models import load_checkpoint, run_target, save_checkpoint
+from .models import load_checkpoint, make_llama, run_target, save_checkpoint
 
 
 def first_layer(path: Path, target: Path) -> Path:
@@ -16,6 +16,12 @@ def first_layer(path: Path, target: Path) -> Path:
     state, config = load_checkpoint(target)
     kept = {name: t.half() for name, t in state.items() if ".layers." not in name or ".layers.0." in name}
     return save_checkpoint(path, kept, config | {"num_hidden_layers": 1}, safetensors=True)
+
+
+def other_model(path: Path, vocab: int = 64) -> Path:
+    """Of another geometry and architecture than the target."""
+    shape = {"hidden": 24, "inner": 40, "layers": 2, "heads": 6, "kv_heads": 3, "head_dim": 8}
+    return make_llama(path, family="Qwen3", seed=7, vocab=vocab, tied=True, **shape)
 
 
 def make_pard(path: Path, draft: Path, mask: int) -> Path:

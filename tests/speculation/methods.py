@@ -121,7 +121,7 @@ def check_accepted(models: Checkpoints, method: str, shape: Shape) -> None:
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=24)
     prompt = [3, 9, 14, 2]
     expected = answer_one(make_scheduler(models.target), prompt, params).tokens
-    for kind in ("none", "int8"):
+    for kind in ("none", "int8", "fp8"):
         scheduler = models.scheduler(method, shape, speculative_draft_quantization=kind)
         answer = answer_one(scheduler, prompt, params)
         assert answer.usage.accepted / answer.usage.steps > 0.35

@@ -1,4 +1,4 @@
-"""HYDRA: published files load, drafts match a slow reference, and no text changes."""
+"""HYDRA: both kinds are accepted and change no text, and what does not fit is named."""
 
 from __future__ import annotations
 
@@ -11,40 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines import Checkpoints, Shape, context_of
-from tests.reference import hydra
+from tests.engines import Checkpoints, context_of
 from tests.reference.hydra import make_hydra
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.speculation.methods import (
     check_accepted,
     check_cached,
-    check_drafts,
     check_texts,
-    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
 
 METHOD = "HYDRA"
 in_each_kind = pytest.mark.parametrize("layered", [True, False], ids=["Hydra++", "Hydra"])
-
-
-@each_with_both(
-    ["Hydra++, 4 blocks", "Hydra++, 1 block", "Hydra, 1 block", "Hydra, 4 blocks"], [(4, 1, 5), (3, 3, 9)]
-)
-def test_drafts_are_those_of_the_slow_reading(
-    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
-) -> None:
-    """Every candidate of every step, from the first on, after a prompt in chunks."""
-    target = random_models.target
-    blocks, layered = 4 if "4" in make else 1, "++" in make
-    draft = make_hydra(tmp_path / "draft", target, blocks=blocks, layered=layered)
-    check_drafts(
-        scheduler_of(METHOD, target, draft, shape, page_size=4, chunked_prefill_size=4),
-        shape,
-        sampling,
-        lambda committed, path: hydra.next_logits(draft, target, committed, path),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +109,3 @@ def test_broken_files(
     draft = save_checkpoint(tmp_path / "draft", state, config, safetensors=True)
     with pytest.raises(ValueError, match=words):
         scheduler_of(METHOD, both[layered].target, draft, (2, 1, 3))
-
-
-def test_no_deeper_than_it_has_heads(agreeing: Checkpoints) -> None:
-    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* has at most 4 levels, found 5"):
-        agreeing.scheduler(METHOD, (5, 1, 6))

@@ -1,27 +1,20 @@
-"""MEDUSA: both published layouts load, drafts match a slow reference, and no text changes."""
+"""MEDUSA: published layouts load, and what does not fit is named."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from specserve.config.settings import Settings
-from specserve.process.assemble import resolve_engine
 from tests.engines import (
     Checkpoints,
-    Shape,
     answer_one,
-    by_levels,
     context_of,
-    make_scheduler,
-    priced,
     record_drafts,
 )
 from tests.reference import medusa
@@ -29,65 +22,9 @@ from tests.reference.medusa import make_medusa
 from tests.reference.models import load_checkpoint
 from tests.speculation.methods import (
     PROMPT,
-    check_cached,
-    check_drafts,
-    check_texts,
-    each_with_both,
-    in_each_configuration,
     scheduler_of,
 )
 from tests.speculation.oracle import SAMPLING
-
-SHAPES: list[Shape] = [(4, 1, 5), (3, 3, 9)]
-MAKES: dict[str, dict[str, Any]] = {
-    "original": {},
-    "original, two blocks": {"blocks": 2},
-    "original safetensors": {"layout": "original safetensors", "heads": 4},
-    "version 2": {"layout": "version 2"},
-    "vllm": {"layout": "vllm", "blocks": 2},
-    "vllm, truncated": {"layout": "vllm", "draft_vocab": 24},
-}
-
-
-@each_with_both(MAKES, SHAPES)
-def test_drafts_are_those_of_the_slow_reading(
-    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
-) -> None:
-    """Every candidate of every step, from the first on."""
-    target = random_models.target
-    draft = make_medusa(tmp_path / "draft", target, **MAKES[make])
-    check_drafts(
-        scheduler_of("MEDUSA", target, draft, shape, page_size=4),
-        shape,
-        sampling,
-        lambda committed, path: medusa.next_logits(draft, target, committed, len(path)),
-    )
-
-
-@in_each_configuration
-def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
-    row = check_texts(agreeing, "MEDUSA", SHAPES[configuration["batch"] > 1], configuration)
-    assert row.mean_accepted_length > 1.04, "most are sampled, and heads do not see the root"
-    assert (row.preemptions > 0) == (configuration["pool"] == "small")
-
-
-def test_a_cached_prompt_drafts_as_a_computed_one(random_models: Checkpoints, tmp_path: Path) -> None:
-    draft = make_medusa(tmp_path / "draft", random_models.target)
-    check_cached(scheduler_of("MEDUSA", random_models.target, draft, (3, 2, 6), page_size=4))
-
-
-def test_the_controller_goes_no_deeper_than_the_heads(agreeing: Checkpoints, tmp_path: Path) -> None:
-    draft = make_medusa(tmp_path / "draft", agreeing.target, heads=2, agree=True)
-    settings = {"speculative_algorithm": "MEDUSA", "speculative_draft_model_path": str(draft)}
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=100)
-    with priced(by_levels(0.01)):
-        answer = answer_one(make_scheduler(agreeing.target, **settings), PROMPT, params)
-    assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
-    assert 1 < max(answer.runs) <= 3
-    with pytest.raises(
-        ValueError, match=r"--speculative-num-steps: the draft .* has at most 2 levels, found 3"
-    ):
-        scheduler_of("MEDUSA", agreeing.target, draft, (3, 1, 4))
 
 
 def test_heads_in_the_target_s_own_checkpoint(agreeing: Checkpoints, tmp_path: Path) -> None:
@@ -193,52 +130,10 @@ def test_a_file_that_runs_code_is_refused(agreeing: Checkpoints, tmp_path: Path)
         scheduler_of("MEDUSA", agreeing.target, draft, (2, 1, 3))
 
 
-def test_settings_that_do_not_fit(agreeing: Checkpoints) -> None:
-    given = {"model_path": str(agreeing.target), "speculative_algorithm": "MEDUSA"}
-    with pytest.raises(
-        ValueError, match="--speculative-draft-model-path: needed for --speculative-algorithm MEDUSA"
-    ):
-        resolve_engine(Settings(**given))
-    draft = {"speculative_draft_model_path": str(agreeing.others["MEDUSA"])}
-    with pytest.raises(ValueError, match=r"--speculative-token-map can't be used with .*they score"):
-        resolve_engine(
-            Settings(**given, **draft, speculative_token_map=str(agreeing.others["MEDUSA"] / "config.json"))
-        )
-    override = {"speculative_draft_config_override": '{"rope_theta": 5}'}
-    with pytest.raises(
-        ValueError, match="rope_theta is a field of EAGLE and EAGLE3 and MTP and P_EAGLE heads"
-    ):
-        scheduler_of("MEDUSA", agreeing.target, agreeing.others["MEDUSA"], (2, 1, 3), **override)
-
-
 def test_weights_of_8_bits(agreeing: Checkpoints) -> None:
-    """The same text of a little worse guesses, each step still of several tokens."""
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=30)
-    answers = [
-        answer_one(
-            scheduler_of(
-                "MEDUSA",
-                agreeing.target,
-                agreeing.others["MEDUSA"],
-                (4, 1, 5),
-                speculative_draft_quantization=kind,
-            ),
-            PROMPT,
-            params,
-        )
-        for kind in ("none", "int8", "fp8")
-    ]
-    assert answers[0].tokens == answers[1].tokens == answers[2].tokens
-    assert all(max(answer.runs) > 1 for answer in answers)
-    heads = context_of(
-        scheduler_of(
-            "MEDUSA",
-            agreeing.target,
-            agreeing.others["MEDUSA"],
-            (4, 1, 5),
-            speculative_draft_quantization="int8",
-        )
-    ).drafter.heads  # type: ignore[attr-defined]
-    stored = medusa.load(agreeing.others["MEDUSA"])[0]["0.1.weight"].double()
-    rounded = heads.lm_heads[0].weight
+    draft = agreeing.others["MEDUSA"]
+    rounding = {"speculative_draft_quantization": "int8"}
+    scheduler = scheduler_of("MEDUSA", agreeing.target, draft, (4, 1, 5), **rounding)
+    rounded = context_of(scheduler).drafter.heads.lm_heads[0].weight  # type: ignore[attr-defined]
+    stored = medusa.load(draft)[0]["0.1.weight"].double()
     assert 0 < (rounded - stored).abs().max() < 0.02 * stored.abs().max()

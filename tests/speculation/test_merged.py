@@ -1,9 +1,8 @@
-"""A model's drafts and copied text in one tree: no text changes, and acceptance is no worse than with either alone."""
+"""A model's drafts and copied text in one tree: acceptance is no worse than with either alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +21,6 @@ from tests.engines import (
     priced,
     record_drafts,
 )
-from tests.speculation.methods import check_texts, in_each_configuration
 from tests.speculation.oracle import SAMPLING
 from tests.speculation.test_prediction import PROMPT, with_each
 
@@ -33,15 +31,6 @@ REPEATS = msgspec.structs.replace(GREEDY, logit_bias={33: 100.0})
 
 def tokens_a_step(answers: Sequence[Answer]) -> float:
     return sum(a.usage.accepted + a.usage.steps for a in answers) / sum(a.usage.steps for a in answers)
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE+NGRAM", "EAGLE3+NGRAM"])
-@in_each_configuration
-def test_every_text_is_that_of_plain_decoding(
-    configuration: dict[str, Any], algorithm: str, agreeing: Checkpoints
-) -> None:
-    shape = SHAPES[(configuration["batch"] > 1) ^ ("3" in algorithm)]
-    check_texts(agreeing, algorithm, shape, configuration)
 
 
 def test_trees_hold_both_and_nothing_twice(agreeing: Checkpoints) -> None:

@@ -1,8 +1,7 @@
-"""MLP_SPECULATOR: published files load, drafts match a slow reference, and no text changes."""
+"""MLP_SPECULATOR: published files load, and what does not fit is named."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,81 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.config.settings import Settings
-from specserve.process.assemble import resolve_engine
-from tests.engines import Checkpoints, Shape, answer_one, make_scheduler, record_drafts
-from tests.reference import mlp_speculator
+from tests.engines import Checkpoints, answer_one, record_drafts
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.speculation.methods import (
     PROMPT,
-    check_cached,
-    check_drafts,
-    check_texts,
-    each_with_both,
-    in_each_configuration,
     scheduler_of,
 )
 from tests.speculation.oracle import SAMPLING
 
 METHOD = "MLP_SPECULATOR"
-SHAPES: list[Shape] = [(4, 1, 5), (3, 3, 9)]
-MAKES: dict[str, dict[str, Any]] = {
-    "llama3-8b": {},
-    "scaled": {"scale_input": True},
-    "llama3-70b": {"tied": True, "scale_input": True},
-    "tied, as often as used": {"tied": True, "copies": True, "n_predict": 5},
-    "inner as wide as the target": {"inner": 32, "n_predict": 5},
-}
-
-
-@each_with_both(MAKES, SHAPES)
-def test_drafts_are_those_of_the_slow_reading(
-    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
-) -> None:
-    """Every candidate of every step, from the first on."""
-    target = random_models.target
-    draft = make_mlp_speculator(tmp_path / "draft", target, **MAKES[make])
-    check_drafts(
-        scheduler_of(METHOD, target, draft, shape, page_size=4),
-        shape,
-        sampling,
-        lambda committed, path: mlp_speculator.next_logits(draft, target, committed, path),
-    )
-
-
-@in_each_configuration
-def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
-    row = check_texts(agreeing, METHOD, SHAPES[configuration["batch"] > 1], configuration)
-    assert row.mean_accepted_length > 1.1, "most are sampled"
-    assert (row.preemptions > 0) == (configuration["pool"] == "small")
-
-
-def test_a_draft_that_fits_is_accepted(agreeing: Checkpoints, tmp_path: Path) -> None:
-    """It sees the root, so greedy texts of a target that is nearly a table are guessed, tied or not."""
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=60)
-    for tied in (False, True):
-        draft = make_mlp_speculator(tmp_path / str(tied), agreeing.target, agree=True, tied=tied)
-        usage = answer_one(scheduler_of(METHOD, agreeing.target, draft, (4, 1, 5)), PROMPT, params).usage
-        assert usage.accepted / usage.steps > 0.35, tied
-
-
-def test_a_cached_prompt_drafts_as_a_computed_one(random_models: Checkpoints, tmp_path: Path) -> None:
-    draft = make_mlp_speculator(tmp_path / "draft", random_models.target)
-    check_cached(scheduler_of(METHOD, random_models.target, draft, (3, 2, 6), page_size=4))
-
-
-def test_the_controller_goes_no_deeper_than_the_levels(agreeing: Checkpoints, tmp_path: Path) -> None:
-    draft = make_mlp_speculator(tmp_path / "draft", agreeing.target, n_predict=2, agree=True)
-    settings = {"speculative_algorithm": METHOD, "speculative_draft_model_path": str(draft)}
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=100)
-    answer = answer_one(make_scheduler(agreeing.target, **settings), PROMPT, params)
-    assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
-    assert 1 < max(answer.runs) <= 3
-    with pytest.raises(
-        ValueError, match=r"--speculative-num-steps: the draft .* has at most 2 levels, found 3"
-    ):
-        scheduler_of(METHOD, agreeing.target, draft, (3, 1, 4))
 
 
 def test_names_without_the_prefix(random_models: Checkpoints, tmp_path: Path) -> None:
@@ -171,44 +105,3 @@ def test_broken_files(change: Change, words: str, agreeing: Checkpoints, tmp_pat
     save_checkpoint(draft, state, config, safetensors=True)
     with pytest.raises(ValueError, match=words):
         scheduler_of(METHOD, agreeing.target, draft, (2, 1, 3))
-
-
-def test_settings_that_do_not_fit(agreeing: Checkpoints) -> None:
-    draft = str(agreeing.others[METHOD])
-    given = {"model_path": str(agreeing.target), "speculative_algorithm": METHOD}
-    with pytest.raises(
-        ValueError, match=f"--speculative-draft-model-path: needed for --speculative-algorithm {METHOD}"
-    ):
-        resolve_engine(Settings(**given))
-    given["speculative_draft_model_path"] = draft
-    for value, words in {f"{draft}/config.json": "", "dynamic": " dynamic"}.items():
-        with pytest.raises(
-            ValueError, match=f"--speculative-token-map{words} can't be used with .*they score"
-        ):
-            resolve_engine(Settings(**given, speculative_token_map=value))
-    override = {"speculative_draft_config_override": json.dumps({"rope_theta": 5})}
-    with pytest.raises(
-        ValueError, match="rope_theta is a field of EAGLE and EAGLE3 and MTP and P_EAGLE heads"
-    ):
-        scheduler_of(METHOD, agreeing.target, agreeing.others[METHOD], (2, 1, 3), **override)
-
-
-def test_weights_of_8_bits(agreeing: Checkpoints) -> None:
-    """The same text of a little worse guesses, each step still of several tokens."""
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=30)
-    answers = [
-        answer_one(
-            scheduler_of(
-                METHOD,
-                agreeing.target,
-                agreeing.others[METHOD],
-                (4, 1, 5),
-                speculative_draft_quantization=kind,
-            ),
-            PROMPT,
-            params,
-        )
-        for kind in ("none", "int8", "fp8")
-    ]
-    assert answers[0].tokens == answers[1].tokens == answers[2].tokens
-    assert all(max(answer.runs) > 1 for answer in answers)

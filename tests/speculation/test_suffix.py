@@ -1,4 +1,4 @@
-"""SUFFIX: lookups in the request's own text and in its tenant's earlier answers; no text changes."""
+"""SUFFIX: lookups in the request's own text and in its tenant's earlier answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Answer, Checkpoints, Client, Drafted, Shape, answer_all, answer_one, record_drafts
 from tests.reference.suffix import Branch, branches, renew
-from tests.speculation.methods import PROMPT, check_texts, in_each_configuration
+from tests.speculation.methods import PROMPT
 from tests.speculation.oracle import SAMPLING
 
 SHAPES: list[Shape] = [(6, 1, 7), (4, 3, 9)]
@@ -34,13 +34,6 @@ def ask(
 
 def tokens_a_step(answer: Answer) -> float:
     return 1 + answer.usage.accepted / answer.usage.steps
-
-
-@in_each_configuration
-def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
-    row = check_texts(agreeing, "SUFFIX", SHAPES[configuration["batch"] > 1], configuration)
-    assert row.mean_accepted_length > 1.02
-    assert (row.preemptions > 0) == (configuration["pool"] == "small")
 
 
 def drafted_branches(drafted: Drafted, shape: Shape) -> list[Branch]:
