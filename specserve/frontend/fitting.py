@@ -32,12 +32,13 @@ def fit(takes: Callable[[Conversation], bool]) -> list[Way]:
     takes one as it is."""
     systems = next((way for way in _SYSTEMS if takes(way.write(_TALK))), _AS_IS)
     either = [(calls, arguments) for calls in _CALLS for arguments in (_AS_IS, _TEXT)]
-    found = (each for each in either if takes(each[1].write(each[0].write(_CALLED))))
+    found = (each for each in either if takes(each[1].write(each[0].write(CALLED))))
     calls, arguments = next(found, (_AS_IS, _AS_IS))
     if arguments is _AS_IS and not takes(calls.write(_MISCALLED)):
         arguments = _OBJECTS
     thoughts = _AS_IS if takes(arguments.write(calls.write(_THOUGHT))) else _NO_THOUGHTS
-    return [systems, calls, arguments, thoughts]
+    empty = _AS_IS if takes(_EMPTY) else _NOT_EMPTY
+    return [empty, systems, calls, arguments, thoughts]
 
 
 def _folded(messages: Conversation) -> Conversation:
@@ -164,7 +165,7 @@ def _calling(*arguments: Any) -> list[Message]:
     """Return a conversation with calls."""
     ids = [f"call_{number}" for number, _ in enumerate(arguments)]
     calls = [
-        {"id": each, "type": "function", "function": {"name": "f", "arguments": given}}
+        {"id": each, "type": "function", "function": {"name": f"function_{each}", "arguments": given}}
         for each, given in zip(ids, arguments, strict=True)
     ]
     results = [_said("tool", tool_call_id=each) for each in ids]
@@ -177,7 +178,9 @@ _TALK = [
         ["system", "system", "user", "assistant", "system", "user", "assistant", "user", "user"]
     )
 ]
-_CALLED = _calling({"a": 1}, {})
+CALLED = _calling({"a": 1}, {})
+ASKED = [_said("user")]
+_EMPTY = [*ASKED, _said("assistant", content=""), *ASKED]
 _MISCALLED = _calling('{"a": 1,}')
 _THOUGHT = [
     {**message, "reasoning_content": "text"} if message.get("tool_calls") else message
@@ -197,9 +200,10 @@ _SYSTEMS: Sequence[Way] = (
     Way(lambda messages: _alternating(_folded(messages)), _TURNS),
     Way(lambda messages: _alternating(_of_user(messages)), f"{_TURNS}, and it takes no system messages"),
 )
+ONE_EACH = Way(_one_call_each, "each tool call is a message of its own, because it takes one in a message")
 _CALLS: Sequence[Way] = (
     _AS_IS,
-    Way(_one_call_each, "each tool call is a message of its own, because it takes one in a message"),
+    ONE_EACH,
     Way(
         _with_ids("[A-Za-z0-9]{9}", lambda number, _: f"{number:09}"),
         "ids of tool calls are numbers of nine digits, because it takes no others",
@@ -213,6 +217,14 @@ _TEXT = Way(_with_arguments(_as_text), "arguments of tool calls are text, becaus
 _OBJECTS = Way(
     _with_arguments(lambda given: {} if isinstance(given, str) else given),
     "arguments of tool calls that are not a JSON object are {}, because it refuses them or leaves them out",
+)
+_NOT_EMPTY = Way(
+    lambda messages: [
+        message
+        for message in messages
+        if message["role"] != "assistant" or message.get("content") or message.get("tool_calls")
+    ],
+    "empty messages of the assistant are left out, because it refuses them",
 )
 _NO_THOUGHTS = Way(
     _without_thoughts,

@@ -18,9 +18,9 @@ from jinja2.meta import find_undeclared_variables
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import ANSWER, Conversation, Turn, in_order
-from specserve.frontend.fitting import NAMED, Way, fit
+from specserve.frontend.fitting import ASKED, CALLED, NAMED, ONE_EACH, Way, fit
 from specserve.frontend.parsers.json_calls import KIMI_MARKS
-from specserve.frontend.tools import Tool
+from specserve.frontend.tools import Tool, completed
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,14 @@ class ChatTemplate:
         if KIMI_MARKS[0] in self.text and (named := NAMED.write(given.messages)) != given.messages:
             self._note(NAMED.note, f"does not take all conversations as they are: {NAMED.note}")
             given = given._replace(messages=named)
+        if (split := ONE_EACH.write(given.messages)) != given.messages and self._drops_calls:
+            self._note(ONE_EACH.note, f"does not take all conversations as they are: {ONE_EACH.note}")
+            given = given._replace(messages=split)
         text, fault = self._tried(given)
+        if text is None and given.tools and self._tried(given._replace(messages=ASKED))[0] is None:
+            self._note("tools", "reads a description and parameters of every tool: those that lack are empty")
+            given = given._replace(tools=[completed(tool) for tool in given.tools])
+            text, fault = self._tried(given)
         if text is not None and not fault:
             return given, text
         messages, notes = given.messages, list[str]()
@@ -112,6 +119,17 @@ class ChatTemplate:
         return text, "".join(
             part.what for part in lacking(given, text, movable(given.messages), self._rendered)[:1]
         )
+
+    @cached_property
+    def _drops_calls(self) -> bool:
+        """Whether the template writes all calls only if each is a message of its own."""
+        together, apart = (self._writes_calls(each) for each in (CALLED, ONE_EACH.write(CALLED)))
+        return apart and not together
+
+    def _writes_calls(self, messages: Conversation) -> bool:
+        given = Given(messages)
+        text = self._tried(given)[0]
+        return text is not None and not lacking(given, text, called(messages), self._rendered)
 
     @cached_property
     def _ways(self) -> list[Way]:
@@ -228,10 +246,11 @@ class Part:
 
 
 def movable(messages: Conversation) -> Iterator[Part]:
-    """Yield what a template may take in another form or place: system messages other than the first message, and
+    """Yield what a template may take in another form or place: system messages other than a single first one, and
     arguments that are no object."""
+    several = len(messages) > 1 and messages[1]["role"] == "system"
     for index, message in enumerate(messages):
-        if index and message["role"] == "system":
+        if (index or several) and message["role"] == "system":
             yield from _content(index, message)
     yield from textual(messages)
 

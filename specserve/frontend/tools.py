@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -41,6 +41,12 @@ class Tool(Strict):
         """Return the tool in the form for chat templates."""
         given = {name: getattr(self.function, name) for name in ("name", "description", "parameters")}
         return {"type": self.type, "function": {key: each for key, each in given.items() if each is not None}}
+
+
+def completed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in the form for chat templates with a description and parameters, empty if it has none."""
+    empty = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **tool["function"]}}
 
 
 def _each_once(tools: list[Tool]) -> list[Tool]:

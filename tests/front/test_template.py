@@ -12,6 +12,7 @@ import pytest
 from specserve.frontend.conversation import plain
 from specserve.frontend.template import ChatTemplate
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tools import Tool
 from tests.front.conftest import Serve
 from tests.front.fakes import byte_tokenizer
 
@@ -162,13 +163,18 @@ TURNS = (
     "{% if (m.role == 'user') == loop.index0 % 2 %}" + RAISE + "{% endif %}{% endfor %}" + FIRST
 )
 NONE = FIRST.replace("and not loop.first", "")
+LAST_ONE = (  # as in DeepSeek-R1's
+    "{% set said = namespace() %}{% for m in messages if m.role == 'system' %}{% set said.text = m.content %}"
+    "{% endfor %}system:{{ said.text }};{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};"
+    "{% endfor %}"
+)
 SAID = {"role": "assistant", "content": "3"}
 
 
 @pytest.mark.parametrize(
     ("templates", "messages", "expected"),
     [
-        ((FIRST, DROPS, TURNS), [SYSTEM, LATER, ASKED], "system:be kind\n\nbe brief;user:1 + 2?;"),
+        ((FIRST, DROPS, TURNS, LAST_ONE), [SYSTEM, LATER, ASKED], "system:be kind\n\nbe brief;user:1 + 2?;"),
         ((FIRST, DROPS, TURNS), [SYSTEM, ASKED, SAID, LATER, ASKED],
          "system:be kind;user:1 + 2?;assistant:3;user:be brief\n\n1 + 2?;"),
         ((FIRST, DROPS, TURNS, NONE), [ASKED, LATER, SAID, ASKED, LATER],
@@ -219,6 +225,7 @@ def test_arguments_that_are_no_object(
 
 @pytest.mark.parametrize(("rule", "expected"), [
     ("m.tool_calls | length > 1", "7:sum;8:sum;"),
+    ("first", "7:sum;8:sum;"),
     ("m.tool_calls | map(attribute='id') | map('length') | sum % 9", "000000000:sum;000000001:sum;"),
 ])  # fmt: skip
 def test_templates_with_rules_for_calls(rule: str, expected: str) -> None:
@@ -230,8 +237,28 @@ def test_templates_with_rules_for_calls(rule: str, expected: str) -> None:
         + "{% endif %}{% endfor %}"
         + WRITES
     )
+    if rule == "first":
+        template = WRITES.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     results = [RESULT, {**RESULT, "tool_call_id": "8"}]
     assert rendered(template.replace("BODY", "{{ c.function.name }}"), ASKED, TWO, *results) == expected
+
+
+def test_a_template_that_refuses_empty_answers() -> None:
+    template = "{% for m in messages %}{{ m.content or raise_exception('empty') }};{% endfor %}"
+    assert rendered(template, ASKED, {**SAID, "content": ""}, ASKED) == "1 + 2?;1 + 2?;"
+
+
+@pytest.mark.parametrize("read", ["description + ''", "parameters.properties | tojson"])
+def test_a_template_that_reads_all_of_a_tool(read: str) -> None:
+    """As gpt-oss's and Seed-OSS's; others get what the tool has."""
+    tool = Tool.model_validate({"type": "function", "function": {"name": "sum"}})
+
+    def text(each: str) -> str:
+        template = "{{ messages[0].content }}:{% for t in tools %}" + each + "{% endfor %}"
+        return ChatTemplate(byte_tokenizer(template)).render(plain([ASKED]), [tool])
+
+    assert text("{{ t.function.name }},{{ t.function." + read + " }}") in ("1 + 2?:sum,", "1 + 2?:sum,{}")
+    assert text("{{ t | tojson }}") == '1 + 2?:{"type": "function", "function": {"name": "sum"}}'
 
 
 @pytest.mark.parametrize(("content", "expected"), [("", "hm:sum;"), ("Hi", "Hi:sum;")])
