@@ -50,6 +50,7 @@ DEEPSEEK = "".join(json_calls.DEEPSEEK_MARKS)
         ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
         ("{% if tools %}<tool_call></tool_call><function=f><parameter=a>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),
+        ("{% if tools %}<tool_call></tool_call><tool_calls>[]</tool_calls>{% endif %}", None),  # Apriel's
         (
             "{% if tools %}<tool_call>" + "".join(text_calls.GLM_MARKS[2:]) + "</tool_call>{% endif %}",
             "glm45",

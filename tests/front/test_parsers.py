@@ -348,8 +348,8 @@ GEMMA4: dict[str, Found] = {
     GEMMA_CITY.removesuffix("_call|>"): GEMMA_CITY_CALL,
     "<|tool_call>call:f{}<tool_call|>": calls(("f", "{}")),
     "<|tool_call>call:f{ a : 1 ,\n b: [ ] , }<tool_call|>": calls(("f", '{"a": 1, "b": []}')),
-    "<|tool_call>call:f{a:2026-11-29,b:ten past 5:10,c:null,d:-1e3,e:01}": calls(
-        ("f", '{"a": "2026-11-29", "b": "ten past 5:10", "c": null, "d": -1e3, "e": "01"}')
+    "<|tool_call>call:f{a:2026-11-29,None:ten past 5:10,c:[null,None],d:-1e3,e:01}": calls(
+        ("f", '{"a": "2026-11-29", "None": "ten past 5:10", "c": [null, null], "d": -1e3, "e": "01"}')
     ),
     '<|tool_call>call:f{<|"|>a b<|"|>:{c:[[],{d:<|"|><|"|>}]}}<tool_call|>': calls(
         ("f", '{"a b": {"c": [[], {"d": ""}]}}')

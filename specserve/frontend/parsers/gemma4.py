@@ -28,6 +28,7 @@ OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 FRAME = Frame("call", open=OPEN, close=CLOSE, prefix="call:")
 _KEY, _VALUE = re.compile(r"[^:,{}\[\]]+"), re.compile(r"[^,{}\[\]]+")  # without quotes
 _WRITTEN, _CONTROL = re.compile(r'(?:[^"\\]+|\\.)*', re.S), re.compile(r"[\x00-\x1f]")
+_WORDS = {"None": "null", "True": "true", "False": "false"}  # the chat template writes null as None
 _CLOSES = {"{": "}", "[": "]"}
 _Next = Literal["key", "colon", "value", "item", "comma"]
 
@@ -126,7 +127,7 @@ class Gemma4Parser(CallParser):
         return None
 
     def _bare(self, text: str, after: _Next) -> str | None:
-        """Return a key, number or word; a word that JSON does not have is a string."""
+        """Return a key, number or word; a word that neither JSON nor Python has is a string."""
         found = (_KEY if after == "colon" else _VALUE).match(text, self._at)
         if found is None:
             self._broken = True
@@ -134,6 +135,7 @@ class Gemma4Parser(CallParser):
         if found.end() == len(text) and (self.cut or not self._final):
             return None
         word = found.group().strip()
+        word = _WORDS.get(word, word) if after == "comma" else word
         known = after == "comma" and read_object(f'{{"a": {word}}}') is not None
         written = word if known else json.dumps(word, ensure_ascii=False)
         return self._advance(len(found.group()), self._separated(written), after)

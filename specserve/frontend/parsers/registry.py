@@ -14,7 +14,15 @@ from specserve.frontend.parsers import gemma4, harmony, json_calls, pythonic, te
 from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
-_OTHERS = ("<function=", "<arg_key>", "<parameter=", "DSML", "<|tool_calls_section_begin|>", "<｜tool")
+_OTHERS = (
+    "<function=",
+    "<arg_key>",
+    "<parameter=",
+    "DSML",
+    "<|tool_calls_section_begin|>",
+    "<｜tool",
+    "<tool_calls>",
+)
 """Marks that tell formats apart which resemble each other."""
 
 
