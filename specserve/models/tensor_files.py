@@ -237,10 +237,12 @@ class TensorFiles:
 
 
 def weight_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files that hold a checkpoint's weights, and which of them an index assigns to tensors. Raises
-    ValueError naming what is missing."""
+    """Return the files that hold a checkpoint's weights, and which of them an index assigns to tensors. A layer that
+    drafts may be in a file of its own, ``mtp.safetensors``, that the index lacks. Raises ValueError naming what is
+    missing."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory with a checkpoint")
+    own = sorted(path.glob("*mtp*.safetensors"))
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{stem}.index.json"
         if index.exists():
@@ -252,13 +254,13 @@ def weight_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
                     f"{index}: weight_map must name a file for {odd[0]}, found {shards[odd[0]]!r}"
                 )
             assigned = {name: path / file for name, file in shards.items()}
-            files = sorted(set(assigned.values()))
+            files = sorted({*assigned.values(), *own})
             for file in files:
                 if not file.exists():
                     raise ValueError(f"{file} is named by {index.name} but does not exist")
             return files, assigned
         if (path / stem).exists():
-            return [path / stem], {}
+            return [path / stem, *own], {}
     found = sorted(path.glob("*.safetensors")) or sorted(path.glob(HEADS))
     if not found:
         raise ValueError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from safetensors.torch import save_file
 
 from specserve import SamplingParams
 from specserve.layers import linear
@@ -114,6 +116,22 @@ def test_another_number_of_layers(family: str, number: int | None, message: str,
     save_checkpoint(target, state, config, safetensors=True)
     with pytest.raises(ValueError, match=message):
         scheduler_of("NEXTN", target, target, SHAPES[0])
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_layer_in_a_file_of_its_own(indexed: bool, tmp_path: Path) -> None:
+    """Tools that quantize copy it without naming it in the index."""
+    target = make_glm(tmp_path / "target")
+    state, _ = load_checkpoint(target)
+    own = {name: state.pop(name) for name in list(state) if ".layers.3." in name}
+    save_file(own, target / "mtp.safetensors")
+    if indexed:
+        (target / "model.safetensors").unlink()
+        index = {"weight_map": dict.fromkeys(state, "model-1.safetensors")}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(state, target / f"model{'-1' * indexed}.safetensors")
+    (answer,) = answer_all(scheduler_of("NEXTN", target, target, SHAPES[0]), [(PROMPT, PARAMS)])
+    assert answer.usage.drafted
 
 
 def test_random_weights(tmp_path: Path) -> None:
