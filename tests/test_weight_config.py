@@ -229,6 +229,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         )
         for method in NOT_READ
     ],
+    ("gptq", {"quant_method": None}, "'mlx': its tensors have their own names and layout"),
     (
         "fp8 a tensor",
         {"quant_method": "odd"},

@@ -31,6 +31,14 @@ _GGUF = (
     "GGUF files are not read; convert one with Transformers and its gguf package: AutoModelForCausalLM and "
     "AutoTokenizer from_pretrained(DIR, gguf_file=NAME), each with save_pretrained(OUTPUT)"
 )
+_FOREIGN = {
+    "*.gguf": _GGUF,
+    "adapter_config.json": "adapters are not read; merge it into its base model, with peft: merge_and_unload() and "
+    "save_pretrained(OUTPUT)",
+    "params.json": "Mistral's own files are not read; the hub has most of its models for Transformers too, with a "
+    "config.json",
+}
+"""What else a directory without a config.json may hold, by a file in it."""
 
 
 def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
@@ -162,8 +170,9 @@ class _Places:
         repo = hub.Repo(flag, given, revision, of, self.settings.download_dir)
         path = Path(repo.name).expanduser()
         if path.is_dir():
-            if any(path.glob("*.gguf")) and not (path / "config.json").exists():
-                raise ValueError(f"{repo.flag}: {repo.name}: {_GGUF}")
+            found = [words for file, words in _FOREIGN.items() if any(path.glob(file))]
+            if found and not (path / "config.json").exists():
+                raise ValueError(f"{repo.flag}: {repo.name}: {found[0]}")
             if repo.revision is not None:
                 self.notes[f"{repo.revision_flag} has no effect: {path} is a local directory"] = UNUSED
             return path

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
+_FIELDS = "quantization_config", "compression_config", "quantization"  # the last is MLX's
 _OUTER = ("architectures", "tie_word_embeddings")
 _COUNTS = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
@@ -120,7 +121,7 @@ def _dtype(fields: Mapping[str, Any], path: Path) -> str | None:
 
 def _weights(config: ModelConfig, fields: Mapping[str, Any], path: Path) -> WeightFormat:
     """Return the weight format from ``config.json``, or from the file that older tools wrote next to it."""
-    given = fields.get("quantization_config") or fields.get("compression_config")
+    given = next(filter(None, map(fields.get, _FIELDS)), None)
     for name, method in _SIDE_FILES.items():
         if not given and path.with_name(name).exists():
             path = path.with_name(name)

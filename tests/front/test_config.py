@@ -710,6 +710,11 @@ def test_paths(model: str, tmp_path: Path) -> None:
         resolve_paths(Settings(model_path=str(tmp_path)))
     with pytest.raises(ValueError, match="GGUF files are not read"):
         resolve_paths(Settings(model_path=str(tmp_path / "x.gguf")))
+    for file, words in (("adapter_config.json", "merge_and_unload"), ("params.json", "Mistral's own files")):
+        (tmp_path / file).mkdir()
+        (tmp_path / file / file).touch()
+        with pytest.raises(ValueError, match=words):
+            resolve_paths(Settings(model_path=str(tmp_path / file)))
     with pytest.raises(
         ValueError, match="--speculative-draft-model-path: needed for --speculative-algorithm EAGLE"
     ):

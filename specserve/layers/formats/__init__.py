@@ -35,6 +35,7 @@ REFUSED = {
     "hqq": (_OWN, _ROUND),
     "intel/auto-round": (_OWN, _EXPORT),
     "marlin": (_OWN, "serve the GPTQ checkpoint that it was made from"),
+    "mlx": (_OWN, _ROUND),
     "paroquant": (_ROTATED, _ROUND),
     "qqq": (_OWN, _ROUND),
     "quanto": (_OWN, _ROUND),
@@ -48,10 +49,12 @@ REFUSED = {
 
 def read_format(quantization_config: object, files: Dtypes) -> WeightFormat:
     """Return the format of a ``quantization_config``. Raises ValueError naming the known methods."""
-    method = quantization_config.get("quant_method") if isinstance(quantization_config, Mapping) else None
+    config = quantization_config if isinstance(quantization_config, Mapping) else {}
+    method = config.get(
+        "quant_method", "mlx" if {"bits", "group_size"} <= {*config} else None
+    )  # MLX names none
     if isinstance(method, str) and method in FORMATS:
-        assert isinstance(quantization_config, Mapping)
-        return FORMATS[method](quantization_config, files)
+        return FORMATS[method](config, files)
     accepted = f"weights must be float16, bfloat16 or float32, or of quant_method {', '.join(FORMATS)}"
     if isinstance(method, str) and method in REFUSED:
         accepted = f"{'; '.join(REFUSED[method])}; {accepted}"
