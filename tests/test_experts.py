@@ -13,8 +13,7 @@ import pytest
 import torch
 from specserve_kernels import Routes, gather_slots
 
-from benchmarks.configurations import CHOICES, pairwise
-from benchmarks.lossless import Models, make_items, run_matrix
+from benchmarks.lossless import make_items
 from specserve.config import make_settings
 from specserve.engine.graphs import Graphs
 from specserve.engine.profile import eager_seconds, measure_eager, measure_graphs, replay_seconds
@@ -25,6 +24,7 @@ from specserve.process.assemble import resolve_engine
 from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
 from tests.engines import context_of, make_scheduler
+from tests.matrix import check_drafted
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import make_llama, make_qwen3_moe
@@ -43,18 +43,10 @@ def test_every_text_is_identical(make: Callable[[Path], Path], part: slice, tmp_
     """In batches, chunks and trees, whose tokens go through other experts. Each kind with all choices, and each pair of
     choices with one of them."""
     target = make(tmp_path / "target")
-    draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
-    models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
     items = make_items(
         [[(7 * i * i + n) % 64 for i in range(length)] for n, length in enumerate((3, 17, 40))], 6, 12
     )
-    choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
-    chosen = pairwise(choices)[part]
-    assert all({each[choice] for each in chosen} == set(values) for choice, values in choices.items())
-    lines: list[str] = []
-    report = run_matrix(models, items, 6, chosen, lines.append)
-    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
-    assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+    check_drafted(target, items, part)
 
 
 def test_flashinfer_has_no_sinks(tmp_path: Path) -> None:

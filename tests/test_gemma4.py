@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.configurations import CHOICES, pairwise
-from benchmarks.lossless import Models, make_items, run_matrix
-from specserve import SamplingParams
+from benchmarks.lossless import make_items
 from specserve.attention import ATTENTION
 from specserve.kv.spec import HeadKV
 from specserve.layers.batch import TokenBatch
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.tools.train.attend import CausalAttend, Packing
-from tests.engines import answer_all, make_scheduler
+from tests.matrix import check_drafted, check_texts_of, prompts
 from tests.reference.doubles import float32_means_float64
-from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, SMALL, make_gemma4
 from tests.test_targets import TOKENS, assert_makes_no_tensor, change_config, our_logits, their_model
-from tests.test_windows import prompts
 
 WINDOW = 8
 KINDS = {"small": SMALL, "large": LARGE}
@@ -36,13 +32,7 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_the_text_of_transformers_over_eight_windows(kind: dict[str, Any], tmp_path: Path) -> None:
     """In chunks shorter and longer than a window, and in one."""
     path, (prompt,) = make_gemma4(tmp_path, sliding_window=WINDOW, **kind), prompts([8 * WINDOW])
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    theirs = their_model(path, torch.float32)
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)
-    for chunk in (5, 20, 512):
-        scheduler = make_scheduler(path, dtype="float32", chunked_prefill_size=chunk)
-        (answer,) = answer_all(scheduler, [(prompt, params)])
-        assert answer.tokens == expected[0, len(prompt) :].tolist(), chunk
+    check_texts_of(their_model(path, torch.float32), path, prompt, 32, (5, 20, 512))
 
 
 def test_the_logits_of_transformers_in_float64(kind: dict[str, Any], tmp_path: Path) -> None:
@@ -62,16 +52,8 @@ def test_every_text_is_identical(name: str, part: slice, tmp_path: Path) -> None
     """Prompts before, at and after the ends of windows, in chunks, pages, trees, from the cache and preempted. Each
     kind with all choices, and each pair of choices with one of them."""
     target = make_gemma4(tmp_path / "target", branch_scale=0.04, sliding_window=WINDOW, **KINDS[name])
-    draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
-    models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
     items = make_items(prompts([3, WINDOW - 1, WINDOW, WINDOW + 1, 20, 8 * WINDOW]), 6, 12)
-    choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
-    chosen = pairwise(choices)[part]
-    assert all({each[choice] for each in chosen} == set(values) for choice, values in choices.items())
-    lines: list[str] = []
-    report = run_matrix(models, items, 6, chosen, lines.append)
-    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
-    assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+    check_drafted(target, items, part)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -43,6 +43,7 @@ from specserve import LLM, SamplingParams
 from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.outputs import CompletionOutput, RequestOutput
 from tests.engines import Checkpoints
+from tests.matrix import check_matrix
 
 ELSEWHERE = {
     *(f"{name} tree" for name in ("MEDUSA", "MLP", "HYDRA", "ARCTIC_LSTM", "STANDALONE", "PARD", "P_EAGLE"))
@@ -100,9 +101,7 @@ def test_every_text_is_identical(models: Models) -> None:
 
 @pytest.mark.parametrize("number", range(len(EXTRAS)))
 def test_batches_of_64_and_the_controller(number: int, models: Models) -> None:
-    lines: list[str] = []
-    report = run_matrix(models, make_items(prompts(), 70, 12), 1, [EXTRAS[number]], lines.append)
-    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    report = check_matrix(models, make_items(prompts(), 70, 12), 1, [EXTRAS[number]])
     assert report.texts == EXTRAS[number]["batch"]
     assert report.rows[0].configuration == EXTRAS[number]
 

@@ -13,7 +13,7 @@ import transformers
 from specserve_kernels import Left, dispatch
 
 from benchmarks.configurations import CHOICES, pairwise
-from benchmarks.lossless import Models, make_items, run_matrix
+from benchmarks.lossless import Models, make_items
 from specserve import SamplingParams
 from specserve.attention.recurrent import StatePass
 from specserve.config import make_settings
@@ -22,25 +22,16 @@ from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.scheduler import points
 from tests.engines import answer_all, make_scheduler
+from tests.matrix import check_matrix, check_texts_of, prompts
 from tests.reference.models import make_qwen3_5
-
-
-def prompts(lengths: list[int]) -> list[list[int]]:
-    draws = torch.Generator().manual_seed(1)
-    return [torch.randint(64, (length,), generator=draws).tolist() for length in lengths]
 
 
 def test_the_text_of_transformers_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, which end within blocks, and in one."""
     monkeypatch.setattr(states, "BLOCK", 8)
     path, (prompt,) = make_qwen3_5(tmp_path), prompts([25])
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     theirs: Any = transformers.Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
-    for chunk in (11, 512):
-        scheduler = make_scheduler(path, dtype="float32", chunked_prefill_size=chunk)
-        (answer,) = answer_all(scheduler, [(prompt, params)])
-        assert answer.tokens == expected[0, len(prompt) :].tolist(), chunk
+    check_texts_of(theirs, path, prompt, 24, (11, 512))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +48,8 @@ def test_every_text_is_identical(
     models = Models(target, {"EAGLE": target}, dtype, device)  # its own layer drafts
     items = make_items(prompts([3, 15, 16, 17, 31, 40]), 6, 20)
     choices = {**CHOICES, "speculation": ["EAGLE chain", "EAGLE tree", "NGRAM tree"], "batch": [4, 1]}
-    lines: list[str] = []
-    report = run_matrix(models, items, 6, pairwise(choices)[::2], lines.append)
-    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
-    assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+    report = check_matrix(models, items, 6, pairwise(choices)[::2])
+    assert max(row.mean_accepted_length for row in report.rows) > 1.5
     assert report.preemptions > 3
     assert any(row.cached_tokens for row in report.rows)
 

@@ -11,33 +11,20 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.configurations import CHOICES, pairwise
-from benchmarks.lossless import Models, make_items, run_matrix
-from specserve import SamplingParams
+from benchmarks.lossless import make_items
 from specserve.attention.base import Frontier, Nodes
 from specserve.attention.torch import TorchAttention
-from tests.engines import answer_all, make_scheduler
-from tests.reference.draft_models import make_eagle3
+from tests.matrix import check_drafted, check_texts_of, prompts
 from tests.reference.models import make_gemma3
 
 WINDOW = 8
 
 
-def prompts(lengths: list[int]) -> list[list[int]]:
-    draws = torch.Generator().manual_seed(1)
-    return [torch.randint(64, (length,), generator=draws).tolist() for length in lengths]
-
-
 def test_the_text_of_transformers_over_eight_windows(tmp_path: Path) -> None:
     """In chunks shorter and longer than a window, and in one."""
     path, (prompt,) = make_gemma3(tmp_path, sliding_window=WINDOW), prompts([8 * WINDOW])
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     theirs: Any = transformers.Gemma3ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)
-    for chunk in (5, 20, 512):
-        scheduler = make_scheduler(path, dtype="float32", chunked_prefill_size=chunk)
-        (answer,) = answer_all(scheduler, [(prompt, params)])
-        assert answer.tokens == expected[0, len(prompt) :].tolist(), chunk
+    check_texts_of(theirs, path, prompt, 32, (5, 20, 512))
 
 
 def test_every_text_is_identical(tmp_path: Path) -> None:
@@ -45,16 +32,8 @@ def test_every_text_is_identical(tmp_path: Path) -> None:
     are capped."""
     options: dict[str, Any] = {"sliding_window": WINDOW, "attn_logit_softcapping": 0.5}
     target = make_gemma3(tmp_path / "target", branch_scale=0.04, **options)
-    draft = make_eagle3(tmp_path / "eagle3", target, agree=True, draft_vocab=40)
-    models = Models(target, {"EAGLE3": draft}, "float64", "cpu")
     items = make_items(prompts([3, WINDOW - 1, WINDOW, WINDOW + 1, 20, 8 * WINDOW]), 6, 16)
-    choices = {**CHOICES, "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree"], "batch": [4, 1]}
-    chosen = pairwise(choices)[:6]  # each pair of choices: tests/test_gemma4.py
-    assert all({each[choice] for each in chosen} == set(values) for choice, values in choices.items())
-    lines: list[str] = []
-    report = run_matrix(models, items, 6, chosen, lines.append)
-    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
-    assert max(row.mean_accepted_length for row in report.rows) > 1.5, "\n".join(lines)
+    check_drafted(target, items, slice(6))  # each pair of choices: tests/test_gemma4.py
 
 
 def random_tree(draws: random.Random, nodes: int) -> tuple[list[int], list[int]]:
