@@ -18,11 +18,13 @@ from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Shape, answer_one, make_scheduler, record_drafts
 from tests.reference import tree
 from tests.reference.decode import Request
+from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.sampler import draft_log_probs
 from tests.speculation.oracle import SAMPLING, reference_params
 from tests.speculation.test_drafted_tree import check_step
 
 PROMPT = [1, 5, 9, 33, 60]
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 in_each_configuration = pytest.mark.parametrize(
     "configuration",
@@ -128,3 +130,23 @@ def check_accepted(models: Checkpoints, method: str, shape: Shape) -> None:
         assert answer.tokens == expected
     assert answer_one(models.scheduler(method, None), prompt, params).tokens == expected
     assert answer_one(models.scheduler(f"{method}+NGRAM", (2, 1, 9)), prompt, params).tokens == expected
+
+
+def check_alike(method: str, target: Path, *drafts: Path) -> None:
+    """All draft the same."""
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=8)
+    trees = []
+    for draft in drafts:
+        with record_drafts() as found:
+            answer_one(scheduler_of(method, target, draft, (3, 2, 6)), PROMPT, params)
+        trees.append([each.nodes(0) for each in found])
+    assert all(each == trees[0] for each in trees)
+
+
+def check_broken(models: Checkpoints, method: str, change: Change, words: str, path: Path) -> None:
+    """The method's draft is refused after a change of its tensors and its config."""
+    state, config = load_checkpoint(models.others[method])
+    change(state, config)
+    draft = save_checkpoint(path / "draft", state, config, safetensors=True)
+    with pytest.raises(ValueError, match=words):
+        scheduler_of(method, models.target, draft, (2, 1, 3))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.engines import Checkpoints
-from tests.reference.models import load_checkpoint, save_checkpoint
-from tests.speculation.methods import (
-    scheduler_of,
-)
+from tests.speculation.methods import Change, check_broken
 
 METHOD = "ARCTIC_LSTM"
 
@@ -55,14 +49,5 @@ METHOD = "ARCTIC_LSTM"
     ],
     ids=range(9),
 )
-def test_broken_files(
-    change: Callable[[dict[str, Tensor], dict[str, Any]], object],
-    words: str,
-    agreeing: Checkpoints,
-    tmp_path: Path,
-) -> None:
-    state, config = load_checkpoint(agreeing.others[METHOD])
-    change(state, config)
-    draft = save_checkpoint(tmp_path / "draft", state, config, safetensors=True)
-    with pytest.raises(ValueError, match=words):
-        scheduler_of(METHOD, agreeing.target, draft, (2, 1, 3))
+def test_broken_files(change: Change, words: str, agreeing: Checkpoints, tmp_path: Path) -> None:
+    check_broken(agreeing, METHOD, change, words, tmp_path)

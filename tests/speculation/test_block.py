@@ -24,11 +24,7 @@ from tests.engines import (
 )
 from tests.reference import block
 from tests.reference.block import make_block, set_fields
-from tests.speculation.methods import (
-    PROMPT,
-    check_drafts,
-    scheduler_of,
-)
+from tests.speculation.methods import PROMPT, check_drafts, scheduler_of
 from tests.speculation.oracle import SAMPLING
 
 CHAIN, TREE = (4, 1, 5), (3, 3, 9)

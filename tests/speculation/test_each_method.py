@@ -173,6 +173,7 @@ TEXTS: dict[str, tuple[Shape, Shape, float]] = {
     "MLP_SPECULATOR": (CHAIN, TREE, 1.1),
     "ARCTIC_LSTM": (TREE, TREE, 1.1),
     "REDRAFTER": ((4, 3, 9), (4, 3, 9), 1.1),
+    "HYDRA": ((4, 3, 9), (4, 3, 9), 1.1),
     "DFLASH": (CHAIN, TREE, 1.2),
     "DSPARK": (CHAIN, TREE, 1.2),
     "P_EAGLE": ((4, 3, 9), (4, 3, 9), 1.25),

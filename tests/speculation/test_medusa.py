@@ -15,15 +15,11 @@ from tests.engines import (
     Checkpoints,
     answer_one,
     context_of,
-    record_drafts,
 )
 from tests.reference import medusa
 from tests.reference.medusa import make_medusa
 from tests.reference.models import load_checkpoint
-from tests.speculation.methods import (
-    PROMPT,
-    scheduler_of,
-)
+from tests.speculation.methods import PROMPT, check_alike, scheduler_of
 from tests.speculation.oracle import SAMPLING
 
 
@@ -51,15 +47,9 @@ def test_one_head_of_scores_for_all(random_models: Checkpoints, tmp_path: Path) 
     state, config = medusa.load(plain)
     one = {name: tensor for name, tensor in state.items() if "lm_heads" not in name or ".0." in name}
     shared = medusa.save(tmp_path / "shared", one, config | {"original_lm_head": True}, "vllm")
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=8)
     same = {name: state["lm_heads.0.weight"] if "lm_heads" in name else t for name, t in state.items()}
     repeated = medusa.save(tmp_path / "repeated", same, config, "vllm")
-    trees = []
-    for draft in (shared, repeated):
-        with record_drafts() as drafts:
-            answer_one(scheduler_of("MEDUSA", target, draft, (3, 2, 6)), PROMPT, params)
-        trees.append([each.nodes(0) for each in drafts])
-    assert trees[0] == trees[1]
+    check_alike("MEDUSA", target, shared, repeated)
 
 
 def test_what_is_noted(agreeing: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
-from torch import Tensor
 
-from tests.engines import Checkpoints, answer_one, record_drafts
+from tests.engines import Checkpoints
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import load_checkpoint, save_checkpoint
-from tests.speculation.methods import (
-    PROMPT,
-    scheduler_of,
-)
-from tests.speculation.oracle import SAMPLING
+from tests.speculation.methods import Change, check_alike, check_broken, scheduler_of
 
 METHOD = "MLP_SPECULATOR"
 
@@ -33,13 +25,7 @@ def test_names_without_the_prefix(random_models: Checkpoints, tmp_path: Path) ->
         config,
         safetensors=False,
     )
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=8)
-    trees = []
-    for draft in (named, bare):
-        with record_drafts() as drafts:
-            answer_one(scheduler_of(METHOD, target, draft, (3, 2, 6)), PROMPT, params)
-        trees.append([each.nodes(0) for each in drafts])
-    assert trees[0] == trees[1]
+    check_alike(METHOD, target, named, bare)
 
 
 def test_what_is_noted(agreeing: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -57,9 +43,6 @@ def test_what_is_noted(agreeing: Checkpoints, tmp_path: Path, caplog: pytest.Log
         "no parameter reads speculator.surplus",
     ):
         assert words in caplog.text
-
-
-Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +82,4 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
     ids=range(9),
 )
 def test_broken_files(change: Change, words: str, agreeing: Checkpoints, tmp_path: Path) -> None:
-    draft = make_mlp_speculator(tmp_path / "draft", agreeing.target)
-    state, config = load_checkpoint(draft)
-    change(state, config)
-    save_checkpoint(draft, state, config, safetensors=True)
-    with pytest.raises(ValueError, match=words):
-        scheduler_of(METHOD, agreeing.target, draft, (2, 1, 3))
+    check_broken(agreeing, METHOD, change, words, tmp_path)

@@ -37,11 +37,7 @@ from tests.reference.decode import Request
 from tests.reference.models import make_llama
 from tests.reference.p_eagle import make_p_eagle, next_logits
 from tests.reference.sampler import draft_log_probs
-from tests.speculation.methods import (
-    PROMPT,
-    check_drafts,
-    scheduler_of,
-)
+from tests.speculation.methods import PROMPT, check_drafts, scheduler_of
 from tests.speculation.oracle import SAMPLING, pool_scores, reference_params
 
 METHOD = "P_EAGLE"

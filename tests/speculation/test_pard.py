@@ -12,10 +12,7 @@ import pytest
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, SwitchingShapes, answer_one, make_scheduler
 from tests.reference.standalone import make_pard
-from tests.speculation.methods import (
-    PROMPT,
-    scheduler_of,
-)
+from tests.speculation.methods import PROMPT, scheduler_of
 from tests.speculation.oracle import SAMPLING
 
 METHOD = "PARD"

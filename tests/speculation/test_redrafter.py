@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
-from torch import Tensor
 
-from tests.engines import Checkpoints, answer_one, record_drafts
+from tests.engines import Checkpoints
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.redrafter import make_redrafter
-from tests.speculation.methods import (
-    PROMPT,
-    scheduler_of,
-)
-from tests.speculation.oracle import SAMPLING
+from tests.speculation.methods import Change, check_alike, check_broken
 
 METHOD = "REDRAFTER"
 
@@ -45,13 +37,8 @@ def test_names_of_tensorrt(
     }
     renamed = save_checkpoint(tmp_path / "renamed", state, config, safetensors=True)
     (renamed / "model.safetensors").rename(renamed / "rank0.safetensors")
-    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=8)
-    trees = []
-    for path in (draft, renamed):
-        with record_drafts() as drafts, caplog.at_level("INFO", "specserve"):
-            answer_one(scheduler_of(METHOD, target, path, (3, 2, 6)), PROMPT, params)
-        trees.append([each.nodes(0) for each in drafts])
-    assert trees[0] == trees[1]
+    with caplog.at_level("INFO", "specserve"):
+        check_alike(METHOD, target, draft, renamed)
     for words in (
         "draft of 2 blocks of 40 channels after a recurrent network",
         "redrafter_num_beams is not used",
@@ -59,9 +46,6 @@ def test_names_of_tensorrt(
     ):
         assert words in caplog.text
     assert "base_model" not in caplog.text
-
-
-Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
 @pytest.mark.parametrize(
@@ -82,9 +66,5 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
     ],
     ids=range(6),
 )
-def test_broken_files(change: Change, words: str, random_models: Checkpoints, tmp_path: Path) -> None:
-    state, config = load_checkpoint(make_redrafter(tmp_path / "draft", random_models.target))
-    change(state, config)
-    draft = save_checkpoint(tmp_path / "broken", state, config, safetensors=True)
-    with pytest.raises(ValueError, match=words):
-        scheduler_of(METHOD, random_models.target, draft, (2, 1, 3))
+def test_broken_files(change: Change, words: str, agreeing: Checkpoints, tmp_path: Path) -> None:
+    check_broken(agreeing, METHOD, change, words, tmp_path)

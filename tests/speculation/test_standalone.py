@@ -31,11 +31,7 @@ from tests.front.fakes import byte_tokenizer
 from tests.reference.models import make_llama
 from tests.reference.quantized import quantize
 from tests.reference.standalone import next_logits, other_model, resized
-from tests.speculation.methods import (
-    PROMPT,
-    check_drafts,
-    scheduler_of,
-)
+from tests.speculation.methods import PROMPT, check_drafts, scheduler_of
 from tests.speculation.oracle import SAMPLING
 
 METHOD = "STANDALONE"
