@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -163,14 +163,6 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _default(config: RopeConfig, inv_D2: Tensor) -> Tensor:
-    return inv_D2
-
-
-def _linear(config: RopeConfig, inv_D2: Tensor) -> Tensor:
-    return inv_D2 / config.factor
-
-
 def _llama3(config: RopeConfig, inv_D2: Tensor) -> Tensor:
     """Llama 3.1's scaling: divide long wavelengths by the factor, keep short ones, interpolate in between."""
     ratio = config.original_max_position_embeddings * inv_D2 / (2 * math.pi)
@@ -212,9 +204,9 @@ def _longrope(config: RopeConfig, inv_D2: Tensor) -> Tensor:
     return inv_D2 / divisors
 
 
-ROPE_KINDS = {
-    "default": _default,
-    "linear": _linear,
+ROPE_KINDS: dict[str, Callable[[RopeConfig, Tensor], Tensor]] = {
+    "default": lambda _, inv_D2: inv_D2,
+    "linear": lambda config, inv_D2: inv_D2 / config.factor,
     "llama3": _llama3,
     "yarn": _yarn,
     "proportional": _proportional,
