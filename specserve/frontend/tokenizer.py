@@ -42,7 +42,29 @@ def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False
     if known in CONFIG_MAPPING:  # a mapping whose ``get`` does not import what it finds
         kind = CONFIG_MAPPING[known]
     config = kind.from_dict({**fields, "dtype": None, "torch_dtype": None}, name_or_path=path)
-    return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
+    found = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
+    _take_pipeline(found, os.path.join(path, "tokenizer.json"))
+    return found
+
+
+def _take_pipeline(tokenizer: Any, file: str) -> None:
+    """Split texts as a tokenizer.json of bytes says: some classes of Transformers, such as GPT2Tokenizer, take its
+    vocabulary alone and split in their own way."""
+    from tokenizers import Tokenizer as Backend
+    from transformers import TokenizersBackend
+
+    own_class = isinstance(tokenizer, TokenizersBackend) and type(tokenizer) is not TokenizersBackend
+    if not own_class or not os.path.exists(file):
+        return
+    with open(file, encoding="utf-8") as read:
+        fields = json.load(read)
+    if "merges" not in fields["model"] or "ByteLevel" not in json.dumps(fields["pre_tokenizer"]):
+        return
+    fields |= {"added_tokens": [], "model": {**fields["model"], "vocab": {}, "merges": []}}  # quick to read
+    taken, given = tokenizer.backend_tokenizer, Backend.from_str(json.dumps(fields))
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        setattr(taken, part, getattr(given, part))
+    taken.model.ignore_merges = given.model.ignore_merges
 
 
 class TooLong(ValueError):

@@ -165,6 +165,25 @@ def test_what_is_compared_differs(alone: Mapping[str, Any]) -> None:
     assert alone["llama"]["chat"] != alone["llama of old"]["chat"]
 
 
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "CohereTokenizerFast"])
+def test_a_class_does_not_replace_what_the_file_says(name: str, tmp_path: Path) -> None:
+    """As SmolLM2's, EXAONE 4's and StarCoder 2's, which splits numbers into digits."""
+    backend = letters(False)
+    backend.model = models.BPE({**backend.get_vocab(with_added_tokens=False), "12": 257}, [("1", "2")])
+    backend.normalizer = normalizers.NFKC()
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    for split in ([digits], []):
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [*split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
+        backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        text = "a 1212 \u2160"
+        found = Tokenizer.load(str(tmp_path)).encode_answer(text)
+        assert found == backend.encode(text, add_special_tokens=False).ids
+
+
 def test_other_warnings_of_transformers_stay(paths: Mapping[str, Path], tmp_path: Path) -> None:
     """A type that it does not know, with a class that does not fit the ``tokenizer.json``."""
     model = tmp_path / "model"
