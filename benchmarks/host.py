@@ -165,7 +165,7 @@ class Device:
         self.sent = 0
         self.last: dict[int, Continuation] = {}
 
-    def set_continuations(self, command: SetContinuations) -> None:
+    def change(self, command: SetContinuations) -> None:
         self.sent += len(command.continuations)
         self.last |= {each.slot: each for each in command.continuations}
         self.drafter.set_continuations(command.continuations)

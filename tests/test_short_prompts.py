@@ -125,7 +125,7 @@ def test_leaves_what_an_ordinary_launch_leaves(
             RowInit(slot, [(slot, 0, 0, pages[slot])], params, 0, 0, prompt, [], len(prompt) + 9, [], 0, 0, 0)
             for slot, prompt in enumerate(prompts)
         ]
-        runner.admit(Admit(rows))
+        runner.change(Admit(rows))
     for part in range(2):
         launch = [
             Row(slot, params, (part + 1) * count, prompts[slot][part * count :][:count], final=part > 0)

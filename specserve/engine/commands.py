@@ -121,20 +121,11 @@ class SetContinuations(msgspec.Struct, tag=True, frozen=True):
     continuations: Sequence[Continuation]
 
 
-Command = (
-    Admit
-    | SetPages
-    | CopyStates
-    | SetPredictions
-    | Measure
-    | Prefill
-    | Step
-    | Begin
-    | Settle
-    | SetDraftRows
-    | SetDraftTemperatures
-    | SetContinuations
+Change = (
+    Admit | SetPages | CopyStates | SetPredictions | SetDraftRows | SetDraftTemperatures | SetContinuations
 )
+"""What only writes state, before the next launch."""
+Command = Change | Measure | Prefill | Step | Begin | Settle
 
 
 def _plain(words: Any) -> Any:
@@ -146,10 +137,8 @@ def _words(_: type, plain: Any) -> Tensor:
     return torch.frombuffer(bytearray(words), dtype=torch.int32).view(count, -1)
 
 
-_encoder, _decoder = (
-    msgspec.msgpack.Encoder(enc_hook=_plain),
-    msgspec.msgpack.Decoder(Command, dec_hook=_words),
-)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_words)
 
 
 def encode(command: Command) -> bytes:

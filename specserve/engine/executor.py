@@ -18,6 +18,7 @@ from specserve.core import SamplingParams
 from specserve.engine.commands import (
     Admit,
     Begin,
+    Change,
     Command,
     CopyStates,
     Measure,
@@ -98,41 +99,41 @@ class Executor:
     def run(self, command: Command) -> Launch | None:
         """Execute any command. Returns the launch of a prefill or a step."""
         match command:
-            case Admit():
-                self.admit(command)
-            case SetPages():
-                self.set_pages(command)
-            case CopyStates():
-                self.copy_states(command)
-            case SetPredictions():
-                self.set_predictions(command)
-            case SetDraftRows():
-                self.set_draft_rows(command)
-            case SetDraftTemperatures():
-                self.set_draft_temperatures(command)
-            case SetContinuations():
-                self.set_continuations(command)
-            case Measure():
-                self.measure(command)
             case Prefill():
                 return self.prefill(command)
             case Step():
                 return self.step(command)
-            case Begin():
-                self.begin(command)
             case Settle():
                 return self.settle(command)
+            case Begin():
+                self.begin(command)
+            case Measure():
+                self.measure(command)
+            case _:
+                self.change(command)
         return None
 
-    def admit(self, command: Admit) -> None:
-        self.context.admit(command.rows)
-
-    def set_pages(self, command: SetPages) -> None:
-        if command.runs:
-            self.context.state.set_pages(command.runs)
-
     @torch.inference_mode()
-    def copy_states(self, command: CopyStates) -> None:
+    def change(self, command: Change) -> None:
+        """Write state without waiting for a launch. Captured steps, which read by address, see the change."""
+        context, state = self.context, self.context.state
+        match command:
+            case Admit():
+                context.admit(command.rows)
+            case SetPages():
+                state.set_pages(command.runs)
+            case CopyStates():
+                self._copy_states(command)
+            case SetPredictions():
+                state.set_predictions(command.due)
+            case SetDraftRows():
+                context.drafter.set_rows(to_device(command.rows, state.device))
+            case SetDraftTemperatures():
+                state.set_draft_temperatures(command.slots, command.temperatures)
+            case SetContinuations():
+                context.drafter.set_continuations(command.continuations)
+
+    def _copy_states(self, command: CopyStates) -> None:
         states, snapshots = self.context.states, self.context.snapshots
         assert states is not None
         assert snapshots is not None
@@ -141,25 +142,6 @@ class Executor:
                 states.copy(slot, snapshots, number - 1)
             else:
                 snapshots.copy(number - 1, states, slot)
-
-    @torch.inference_mode()
-    def set_predictions(self, command: SetPredictions) -> None:
-        self.context.state.set_predictions(command.due)
-
-    @torch.inference_mode()
-    def set_draft_rows(self, command: SetDraftRows) -> None:
-        """Copy the rows without waiting for a launch. Captured steps, which read by address, see the change."""
-        self.context.drafter.set_rows(to_device(command.rows, self.context.state.device))
-
-    @torch.inference_mode()
-    def set_draft_temperatures(self, command: SetDraftTemperatures) -> None:
-        """Copy temperatures, as ``set_draft_rows`` does."""
-        self.context.state.set_draft_temperatures(command.slots, command.temperatures)
-
-    @torch.inference_mode()
-    def set_continuations(self, command: SetContinuations) -> None:
-        """Copy continuations, as ``set_draft_rows`` does."""
-        self.context.drafter.set_continuations(command.continuations)
 
     @torch.inference_mode()
     def measure(self, command: Measure) -> float:

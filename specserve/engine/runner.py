@@ -12,14 +12,12 @@ from specserve.constraints.masks import Masks
 from specserve.engine.commands import (
     Admit,
     Begin,
+    Change,
     Command,
     CopyStates,
     Measure,
     Prefill,
     Row,
-    SetContinuations,
-    SetDraftRows,
-    SetDraftTemperatures,
     SetPages,
     SetPredictions,
     Settle,
@@ -92,36 +90,14 @@ class Runner(Executor):
         if self.followers is not None:
             self.followers.send(command)
 
-    def admit(self, command: Admit) -> None:
-        self.masks.admit(command.rows)
+    def change(self, command: Change) -> None:
+        match command:
+            case SetPages(runs=[]) | CopyStates(pairs=[]):
+                return
+            case Admit():
+                self.masks.admit(command.rows)
         self._send(command)
-        super().admit(command)
-
-    def set_pages(self, command: SetPages) -> None:
-        if command.runs:
-            self._send(command)
-            super().set_pages(command)
-
-    def copy_states(self, command: CopyStates) -> None:
-        if command.pairs:
-            self._send(command)
-            super().copy_states(command)
-
-    def set_predictions(self, command: SetPredictions) -> None:
-        self._send(command)
-        super().set_predictions(command)
-
-    def set_draft_rows(self, command: SetDraftRows) -> None:
-        self._send(command)
-        super().set_draft_rows(command)
-
-    def set_draft_temperatures(self, command: SetDraftTemperatures) -> None:
-        self._send(command)
-        super().set_draft_temperatures(command)
-
-    def set_continuations(self, command: SetContinuations) -> None:
-        self._send(command)
-        super().set_continuations(command)
+        super().change(command)
 
     def measure(self, command: Measure) -> float:
         self._send(command)
@@ -165,4 +141,4 @@ class Runner(Executor):
         if prediction is not None:
             most = min(MOST_DUE, prediction.tokens_RP.shape[1])
             if due := self.masks.forced(rows, most):
-                self.set_predictions(SetPredictions(due))
+                self.change(SetPredictions(due))

@@ -61,7 +61,7 @@ class DynamicMapObserver(Observer):
 
     def collected(self, stepped: bool) -> None:
         if (rows := self._map.look(stepped)) is not None:
-            self._runner.set_draft_rows(SetDraftRows(rows.tolist()))
+            self._runner.change(SetDraftRows(rows.tolist()))
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class DraftTemperatureObserver(Observer):
     def collected(self, stepped: bool) -> None:
         due, self._due = self._due, {}
         if due:
-            self._runner.set_draft_temperatures(SetDraftTemperatures([*due], [*due.values()]))
+            self._runner.change(SetDraftTemperatures([*due], [*due.values()]))
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class ContinuationObserver(Observer):
     def collected(self, stepped: bool) -> None:
         grown, self._grown = self._grown, {}
         if continuations := [each for each in map(self._look, grown.values()) if each is not None]:
-            self._runner.set_continuations(SetContinuations(continuations))
+            self._runner.change(SetContinuations(continuations))
 
     def _look(self, request: Request) -> Continuation | None:
         """Return a new continuation for a text, or None."""

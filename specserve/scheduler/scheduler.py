@@ -204,7 +204,7 @@ class Scheduler:
                 request.queued = time.monotonic() - request.submitted
             request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
             if request.state:  # later its snapshot may be another's
-                self.runner.copy_states(CopyStates([(request.slot, request.state)], back=True))
+                self.runner.change(CopyStates([(request.slot, request.state)], back=True))
             for observer in self._observers:
                 observer.admitted(request)
             self.running.append(request)
@@ -231,7 +231,7 @@ class Scheduler:
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
         budget = budget if room is None else min(budget, room)
         chunk = fill_chunk(self.memory, self._counters, budget, self.running, self._backoff.prompts)
-        self.runner.copy_states(CopyStates(chunk.restored, back=True))
+        self.runner.change(CopyStates(chunk.restored, back=True))
         requests = chunk.requests
         if not requests and len(self.running) > 1 and not self._inflight and not self._ready():
             self.preempt(self.running[-1])  # the windows of all prompts lack pages
@@ -250,16 +250,16 @@ class Scheduler:
             if number := self.memory.keep(request):
                 kept.append((request.slot, number))
             self.memory.slide(request)
-        self.runner.set_pages(SetPages(changed))
-        self.runner.copy_states(CopyStates(kept))
+        self.runner.change(SetPages(changed))
+        self.runner.change(CopyStates(kept))
         left = [len(request.context) - request.prefilled for request in requests]
         more = kept and chunk.room and (not steps or max(left) >= LAUNCH_COST)
         return 1 + (self._launch_prefill(chunk.room) if more else 0)
 
     def _prefill(self, chunk: PromptChunk) -> Launch:
         if chunk.begun:
-            self.runner.admit(Admit(chunk.begun))
-        self.runner.set_pages(SetPages(chunk.pages))
+            self.runner.change(Admit(chunk.begun))
+        self.runner.change(SetPages(chunk.pages))
         return self.runner.prefill(Prefill(chunk.rows))
 
     def _launch_step(self) -> int:
@@ -358,7 +358,7 @@ class Scheduler:
         needs = [(request, request.computed + request.inflight + shape.reserve) for request in ready]
         if not self.memory.prepare(needs):
             return False
-        self.runner.set_pages(SetPages([run for each in needs for run in self.memory.grow(*each) or ()]))
+        self.runner.change(SetPages([run for each in needs for run in self.memory.grow(*each) or ()]))
         return True
 
     def preempt(self, request: Request, remember: bool = True) -> None:

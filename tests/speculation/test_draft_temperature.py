@@ -41,7 +41,7 @@ def test_the_best_share_is_found_and_used(best: int) -> None:
             if step > 100 * TRIAL:
                 used[share_of[each.slot]] += 1
         observer.collected(stepped=True)
-        for (command,), _ in runner.set_draft_temperatures.call_args_list:
+        for (command,), _ in runner.change.call_args_list:
             share_of |= zip(command.slots, (value / 0.5 for value in command.temperatures), strict=True)
         runner.reset_mock()
     assert used[SHARES[best]] > 0.6 * used.total()
@@ -55,7 +55,7 @@ def test_whose_drafts_have_no_temperature_is_left_alone() -> None:
         for _ in range(100):
             observer.emitted(each, [1])
     observer.collected(stepped=True)
-    assert not runner.set_draft_temperatures.called
+    assert not runner.change.called
 
 
 def test_no_text_depends_on_it(random_models: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

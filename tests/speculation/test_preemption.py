@@ -13,7 +13,7 @@ import torch
 from specserve_kernels import Pool
 
 from specserve.core import SamplingParams, Speculation
-from specserve.engine.commands import Admit
+from specserve.engine.commands import Admit, Change
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, View
 from specserve.speculation.shape import StepShape
@@ -75,13 +75,13 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(
 def admissions(scheduler: Scheduler) -> list[RowInit]:
     """The rows that the runner is told from now on."""
     rows: list[RowInit] = []
-    admit = scheduler.runner.admit
+    change = scheduler.runner.change
 
-    def recording(command: Admit) -> None:
-        rows.extend(command.rows)
-        admit(command)
+    def recording(command: Change) -> None:
+        rows.extend(command.rows if isinstance(command, Admit) else ())
+        change(command)
 
-    scheduler.runner.admit = recording  # type: ignore[method-assign]
+    scheduler.runner.change = recording  # type: ignore[method-assign]
     return rows
 
 
