@@ -355,6 +355,9 @@ GEMMA4: dict[str, Found] = {
         ("f", '{"a b": {"c": [[], {"d": ""}]}}')
     ),
     '<|tool_call>call:f{"a": "x, \\"}", "b": [1, "}"]}<tool_call|>': calls(("f", '{"a": "x, \\"}", "b": [1, "}"]}')),
+    "<|tool_call>call:f{a:['x', 'it\\'s \"]'],b=[\"y\\n\\d\"],c=1,d:{'e': <|\"|>=<|\"|>}}<tool_call|>": calls(
+        ("f", r"""{"a": ["x", "it's \"]"], "b": ["y\n\\d"], "c": 1, "d": {"e": "="}}""")
+    ),
     # A call from its brace on, whatever follows.
     '<|tool_call>call:f{a:<|"|>half <|"': calls(("f", '{"a": "half <|\\"')),
     "<|tool_call>call:f{a:1,b:tr": calls(("f", '{"a": 1, "b": "tr"')),

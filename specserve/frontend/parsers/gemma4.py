@@ -1,7 +1,8 @@
 """Tool calls of Gemma 4: ``<|tool_call>call:f{key:<|"|>text<|"|>,n:1,l:[true,{}]}<tool_call|>``.
 
 Keys have no quotes and those of strings are a token, so that a string may contain any other mark. JSON's are read too:
-grammars make the model write them. ``<tool_call|>`` may be missing, because it may have been a stop string.
+grammars make the model write them. In lists and objects it writes JSON's or Python's by itself, and ``=`` after keys.
+``<tool_call|>`` may be missing, because it may have been a stop string.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from specserve.frontend.parsers.base import (
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 FRAME = Frame("call", open=OPEN, close=CLOSE, prefix="call:")
-_KEY, _VALUE = re.compile(r"[^:,{}\[\]]+"), re.compile(r"[^,{}\[\]]+")  # without quotes
-_WRITTEN, _CONTROL = re.compile(r'(?:[^"\\]+|\\.)*', re.S), re.compile(r"[\x00-\x1f]")
+_KEY, _VALUE = re.compile(r"[^:=,{}\[\]]+"), re.compile(r"[^,{}\[\]]+")  # without quotes
+_WRITTEN = {quote: re.compile(rf"(?:[^{quote}\\]+|\\.)*", re.S) for quote in "\"'"}
+_ESCAPED = re.compile(r'\\.|[\x00-\x1f"]', re.S)  # what JSON may write in another way
 _WORDS = {"None": "null", "True": "true", "False": "false"}  # the chat template writes null as None
 _CLOSES = {"{": "}", "[": "]"}
 _Next = Literal["key", "colon", "value", "item", "comma"]
@@ -88,9 +90,9 @@ class Gemma4Parser(CallParser):
             until = end if end >= 0 else len(text) - held
             piece = json.dumps(text[self._at : until], ensure_ascii=False)[1:-1]
         else:
-            found = _WRITTEN.match(text, self._at)
+            found = _WRITTEN[self._quote].match(text, self._at)
             assert found is not None, "the pattern also matches an empty string"
-            piece, until = _CONTROL.sub(lambda each: json.dumps(each[0])[1:-1], found[0]), found.end()
+            piece, until = _ESCAPED.sub(_as_json, found[0]), found.end()
         self._at, ends = until, text.startswith(self._quote, until)
         if not ends:
             return piece or None
@@ -106,14 +108,14 @@ class Gemma4Parser(CallParser):
         ):
             return None
         after: _Next = "colon" if is_key else "comma"
-        if starts and (mark == '"' or text.startswith(QUOTE, self._at)):
-            self._quote = '"' if mark == '"' else QUOTE
+        if starts and (mark in _WRITTEN or text.startswith(QUOTE, self._at)):
+            self._quote = mark if mark in _WRITTEN else QUOTE
             return self._advance(len(self._quote), self._separated('"'), after)
         if mark == self._brackets[-1] and self._next in ("key", "item", "comma"):
             self._brackets.pop()
             self._comma = ""
             return self._advance(1, mark, "comma")
-        if (mark, self._next) == (":", "colon"):
+        if mark in (":", "=") and self._next == "colon":
             return self._advance(1, ": ", "value")
         if (mark, self._next) == (",", "comma"):
             self._comma = ", "
@@ -153,3 +155,11 @@ class Gemma4Parser(CallParser):
         end = after_marks(text, self._at, (CLOSE,), self._final)
         self._at = self._at if end is None else end
         return end is not None
+
+
+def _as_json(found: re.Match[str]) -> str:
+    """Return a character of a string, or an escape, as JSON writes it."""
+    text = found[0]
+    if text[0] != "\\":
+        return json.dumps(text)[1:-1]
+    return text if text[1] in '"\\/bfnrtu' else "'" if text[1] == "'" else json.dumps(text)[1:-1]
