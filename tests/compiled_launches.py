@@ -46,7 +46,7 @@ from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.ranks.exchange import Shared, gather_parts, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
-from specserve_kernels.ops.recurrent.inputs import convolve, delta_decays, keep_last, trace_back
+from specserve_kernels.ops.recurrent.inputs import convolve, cut_paths, delta_decays, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
@@ -625,11 +625,11 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
         torch.zeros(3, entries, values, size, dtype=bf16),
         torch.zeros(3, entries, values),
     )
-    inputs_RWC = torch.zeros(3, 3, (2 * keys + values) * size, dtype=bf16)
+    inputs_RWC = torch.zeros(3, 6, (2 * keys + values) * size, dtype=bf16)
     rings, index_T = (*kept[1:], inputs_RWC), torch.zeros(8, dtype=torch.int64)
     left = Left(*(each.new_zeros(8, *each.shape[2:]) for each in rings))
     back_TE = [trace_back(parent_T, index_T, 7, entries) for parent_T in (None, index_T)][-1]
-    runs = Runs(index_T[:2], index_T[:2], index_T[:3], index_T, index_T, back_TE, 8)
+    runs = Runs(index_T[:2], index_T[:2], index_T[:3], index_T, index_T, back_TE, 8, 16)
     query_TJD, value_TVU = convolve(
         left.input_TC, inputs_RWC[0, 0, :, None].repeat(1, 4), inputs_RWC, runs, left
     )
@@ -640,7 +640,9 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
         rule(inputs, decay_TEV, kept, runs, left.value_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
     one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
-    keep_last(*one, index_T, index_T, index_T, index_T)
+    path_BS, ends_RX = index_T.view(2, 4), torch.zeros(3, 17, dtype=torch.int64)
+    _, *where = cut_paths(index_T, path_BS, index_T[:2], index_T[:2], index_T[:2], ends_RX)
+    keep_last(*one, 16, index_T, *where)
 
 
 def launch_exchanges() -> None:

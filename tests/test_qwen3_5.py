@@ -46,39 +46,44 @@ def test_every_text_is_identical(
     monkeypatch.setattr(points, "LAUNCH_COST", 4)
     target = make_qwen3_5(tmp_path / "target", branch_scale=0.04, head_dim=32, state_size=16)
     models = Models(target, {"EAGLE": target}, dtype, device)  # its own layer drafts
-    items = make_items(prompts([3, 15, 16, 17, 31, 40]), 6, 20)
+    (text,) = prompts([40])
+    items = make_items([text[:length] for length in (3, 15, 16, 17, 31, 40)], 6, 20)
     choices = {**CHOICES, "speculation": ["EAGLE chain", "EAGLE tree", "NGRAM tree"], "batch": [4, 1]}
     report = check_matrix(models, items, 6, pairwise(choices)[::2])
     assert max(row.mean_accepted_length for row in report.rows) > 1.5
-    assert report.preemptions > 3
-    assert any(row.cached_tokens for row in report.rows)
+    assert report.preemptions > 1
+    assert sum(row.cached_tokens > 0 for row in report.rows) > 1
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_kernels_keep_of_accepted_tokens(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as the reference keeps, of a single request too."""
+    """The same as the reference keeps, of a single request too, where texts end, and after."""
     pytest.importorskip("triton")
     monkeypatch.setattr(states, "BLOCK", 16)
     index_BS, first_B1 = torch.arange(3).repeat(rows, 1), torch.arange(rows)[:, None]
     live_BS, draws = index_BS <= first_B1 + 1, torch.Generator().manual_seed(0)
     accepted: Any = SimpleNamespace(
-        count_B=live_BS.sum(1),
-        path_BS=(3 * first_B1 + index_BS).where(live_BS, 0),
-        place_BS=index_BS.where(live_BS, -1),
-        next_position_BS=40 + index_BS,
+        count_B=live_BS.sum(1), path_BS=(3 * first_B1 + index_BS).where(live_BS, 0)
     )
     runs: Any = SimpleNamespace(rows_B=first_B1[:, 0].flip(0), length_B=torch.full((rows,), 39))
-    tables = [
-        states.States([states.DeltaState(1, 2, 16, 8, 4)], rows + 1, torch.float32, torch.device("cpu"))
-        for _ in range(2)
-    ]
+    layer, cpu = states.DeltaState(1, 2, 16, 8, 4), torch.device("cpu")
+    tables = [states.States([layer], rows + 1, torch.float32, cpu, page_size=8) for _ in range(2)]
     left = Left(*(torch.randn(each.shape, generator=draws) for each in tables[0].room(1, 3 * rows)))
+    token_T = torch.arange(3 * rows) + 50
     for each in tables:
-        StatePass(each, runs, left).commit(accepted)
+        each.ends_RX[0, 0], each.ends_RX[1:, 7] = 40, 51
+        for length in (39, 41):
+            runs.length_B.fill_(length)
+            StatePass(each, runs, left, token_T=token_T).commit(accepted)
         monkeypatch.setattr(dispatch, "runs_triton", lambda _: True)
+    assert all(torch.equal(each.ends_RX[:, 0], tables[0].ends_RX[:, 0]) for each in tables)
+    assert tables[0].ends_RX[:rows, 0].tolist() == [40, 40][:rows]
     for expected, found in zip(*(each.rings for each in tables), strict=True):
         assert torch.equal(found[:, :-1], expected[:, :-1])  # the last row is padding's
-        assert found[:, :-1].any()
+        written = {
+            index % found.shape[2] for index in found[0, 0].flatten(1).any(1).nonzero().flatten().tolist()
+        }
+        assert len(written) == 1
 
 
 def test_states_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

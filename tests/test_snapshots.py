@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,24 @@ class Engines:
     """One with a prefix cache, whose answers are compared with those of one without."""
 
     def __init__(self, target: Path, **settings: Any) -> None:
-        self.scheduler = make_scheduler(target, page_size=PAGE, **settings)
+        self.scheduler = make_scheduler(target, **{"page_size": PAGE, **settings})
         self.cold = make_scheduler(target, disable_radix_cache=True)
         self.known = dict[tuple[int, ...], list[int]]()
 
-    def answers(self, *prompts: Sequence[int], tokens: int = 8) -> list[Answer]:
-        """To prompts that come together."""
+    def answers(self, *prompts: Sequence[int], tokens: int = 8, stop: int = -1) -> list[Answer]:
+        """To prompts that come together. ``stop``: a token that ends them."""
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        new = [prompt for prompt in prompts if (tokens, *prompt) not in self.known]
+        params.stop_token_ids = [stop] if stop >= 0 else []
+        new = [prompt for prompt in prompts if (tokens, stop, *prompt) not in self.known]
         for prompt, answer in zip(new, answer_all(self.cold, [(each, params) for each in new]), strict=True):
-            self.known[tokens, *prompt] = answer.tokens
+            self.known[tokens, stop, *prompt] = answer.tokens
         found = answer_all(self.scheduler, [(prompt, params) for prompt in prompts])
-        assert [each.tokens for each in found] == [self.known[tokens, *prompt] for prompt in prompts]
+        assert [each.tokens for each in found] == [self.known[tokens, stop, *prompt] for prompt in prompts]
         self.check()
         return found
 
-    def cached(self, *prompts: Sequence[int]) -> list[int]:
-        return [each.cached_tokens for each in self.answers(*prompts)]
+    def cached(self, *prompts: Sequence[int], tokens: int = 8) -> list[int]:
+        return [each.cached_tokens for each in self.answers(*prompts, tokens=tokens)]
 
     def check(self) -> None:
         self.scheduler.check_idle()
@@ -81,7 +83,7 @@ class Engines:
 
 def test_points() -> None:
     """Ends of pages with 32 tokens between, where texts branch, and of messages and prompts that are not close."""
-    snapshots = Snapshots(9, {END})
+    snapshots = Snapshots(9, {END}, 8)
     lengths = 9, 3, 20, 2, 4, 6
     chat = [token for length in lengths for token in (*text(length - 1), END)] + text(3)
     assert snapshots.points(chat, 0, 0, PAGE) == [8, 32, 44]
@@ -90,7 +92,7 @@ def test_points() -> None:
     assert snapshots.points(text(70), 0, 4, PAGE) == [32, 64]
     assert snapshots.points(text(70), 32, 32, PAGE, forked=True) == [64, 68]
     assert snapshots.points([*text(6), END], 0, 0, 64) == []
-    assert Snapshots(4, {END}).points(text(170), 0, 0, PAGE) == [96, 168], "half of the room"
+    assert Snapshots(4, {END}, 8).points(text(170), 0, 0, PAGE) == [96, 168], "half of the room"
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
@@ -102,23 +104,64 @@ def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
     (answer,) = engines.answers(turn)
     assert answer.cached_tokens == 16, "the message, in whole pages"
     turn += [*answer.tokens, END, *text(11), END, *begin]
-    assert engines.cached(turn, turn) == [28, 52], "its last message; the other of a fork"
+    assert engines.cached(turn, turn) == [36, 52], "the answer; the other of a fork"
     assert engines.cached(turn) == [52]
     raw, shared = text(60), 52
     assert engines.cached(raw) == [0]
     assert engines.cached(raw) == [56], "all but the last token's page"
     assert [engines.cached([*raw[:shared], *text(9)]) for _ in range(3)] == [[32], [52], [52]]
-    assert engines.scheduler.stats().cached_tokens == 16 + 28 + 52 + 52 + 56 + 32 + 52 + 52
+    assert engines.scheduler.stats().cached_tokens == 16 + 36 + 52 + 52 + 56 + 32 + 52 + 52
     begin = text(48)
     assert engines.cached(*([*begin, *text(5)] for _ in range(3))) == [0, 48, 48], (
         "who comes first cuts for others"
     )
 
 
+@pytest.mark.parametrize(("page", "drafted"), [(1, False), (4, True), (16, True)])
+def test_answers_are_continued(page: int, drafted: bool, target: Path) -> None:
+    """From their last whole page, wherever they end, also on a token in the middle of what a step accepts, and while
+    another step runs. In pages of two blocks, unless the second has begun."""
+    shape = {"speculative_algorithm": "NGRAM", **TREE} if drafted else {}
+    warm = make_scheduler(target, page_size=page, overlap_schedule="on", **shape)
+    cold = make_scheduler(target, disable_radix_cache=True)
+
+    def ends(prompts: Sequence[Sequence[int]], tokens: int, stopped: bool) -> list[int]:
+        """Answer with drafts that are right, let others go on from the answers, and check the hits. Return where
+        answers end."""
+        long = SamplingParams(max_tokens=2 * tokens, temperature=0)
+        known = [each.tokens for each in answer_all(cold, [(prompt, long) for prompt in prompts])]
+        params = [
+            SamplingParams(
+                max_tokens=2 * tokens if stopped else tokens,
+                temperature=0,
+                stop_token_ids=each[tokens : tokens + 1] if stopped else [],
+                prediction=each if drafted else None,
+            )
+            for each in known
+        ]
+        answers = [answer_all(each, zip(prompts, params, strict=True)) for each in (warm, cold)]
+        assert [each.tokens for each in answers[0]] == [each.tokens for each in answers[1]]
+        texts = [[*prompt, *each.tokens] for prompt, each in zip(prompts, answers[0], strict=True)]
+        lasts = [len(each) - 1 for each in texts]
+        whole = [last // page * page for last in lasts]
+        one = SamplingParams(max_tokens=1, temperature=0)
+        nexts = [answer_all(each, [([*text, 5, 7], one) for text in texts]) for each in (warm, cold)]
+        assert [each.tokens for each in nexts[0]] == [each.tokens for each in nexts[1]]
+        cached = [each.cached_tokens for each in nexts[0]]
+        serves = [max(last // 8, 1) == max(first // 8, 1) for last, first in zip(lasts, whole, strict=True)]
+        assert list(compress(cached, serves)) == list(compress(whole, serves))
+        assert all(serves) == (page < 16)
+        return lasts
+
+    prompts = [text(4) * 2 + [3] * extra for extra in range(8)]
+    assert len({end % 8 for end in ends(prompts, 11, stopped=False)}) == 8
+    ends([[4, *each] for each in prompts], 9, stopped=True)
+
+
 def test_few_snapshots_and_pages(target: Path) -> None:
     """The snapshot used least recently makes room, and those go whose pages go. Pages without one are computed again,
     and preempted requests go on."""
-    engines = Engines(target, max_running_requests=3, max_mamba_cache_size=5)
+    engines = Engines(target, max_running_requests=3, max_mamba_cache_size=7)
     first, second, third = (text(20) for _ in range(3))
     assert [engines.cached(each) for each in (first, second, first, third, first, second)] == [
         *([0], [0], [16]),
@@ -142,6 +185,38 @@ def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
         found.append(client.scheduler.running[-1].prefilled)
     assert found == [50, 48]
     client.run()
+
+
+def test_answers_make_room_for_what_follows(target: Path) -> None:
+    """A chat has one snapshot, that of its last answer, and one that it shares with another stays."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=4)
+    system = [*text(15), END]
+    chats = [[*system, *text(3)] for _ in range(2)]
+    assert [engines.cached(chat) for chat in chats] == [[0], [16]]
+    for _ in range(2):
+        for chat in chats:
+            chat += [*engines.answers(chat)[0].tokens, END, *text(3)]
+            assert engines.cached(chat) == [(len(chat) - 5) // PAGE * PAGE]
+    assert [engines.cached([*system, *text(3)]) for _ in range(2)] == [[16], [16]]
+
+
+def test_preempted_answers_are_continued(target: Path) -> None:
+    """By their request; aborted ones, whose states may be ahead of what is known, only from their prompts."""
+    engines, prompt = Engines(target), text(20)
+    client, kept = Client(engines.scheduler), []
+    client.submit("preempted", prompt, PARAMS)
+    while len(client.answers["preempted"].tokens) < 7:
+        client.iterate()
+    engines.scheduler.preempt(engines.scheduler.running[0])
+    engines.scheduler.admit()
+    assert [request.prefilled for request in engines.scheduler.running] == [24]
+    assert client.run()["preempted"].tokens == engines.answers(prompt)[0].tokens
+    client.submit("aborted", text(20), PARAMS)
+    while not client.answers["aborted"].tokens:
+        client.iterate()
+        kept.append(engines.scheduler.stats().snapshots_kept)
+    engines.scheduler.abort("aborted")
+    assert engines.scheduler.stats().snapshots_kept == kept[-1]
 
 
 def test_aborts(target: Path) -> None:

@@ -28,6 +28,7 @@ from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.recurrent import delta_rule as _delta_rule
 from specserve_kernels.reference.recurrent import inputs as _delta_inputs
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Left, Runs
+from specserve_kernels.reference.recurrent.inputs import NEVER
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.tree import (
@@ -73,6 +74,7 @@ add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
 advance = dispatched(commit.advance)
 apply_gate = dispatched(activation.apply_gate)
 convolve = dispatched(_delta_inputs.convolve)
+cut_paths = dispatched(_delta_inputs.cut_paths)
 delta_decays = dispatched(_delta_inputs.delta_decays)
 delta_nodes = dispatched(_delta_rule.delta_nodes)
 delta_prompts = dispatched(_delta_rule.delta_prompts)

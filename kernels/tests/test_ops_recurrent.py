@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
     a_TV: Tensor
 
 
-TAPS = 4
+TAPS, PAGE = 4, 4
 SMALL = Sizes(4, 2, 4, 6, 5)
 INTERPRETED = Sizes(16, 1, 2, 16, 8)
 WHOLE = Sizes(16, 2, 4, 128, 128)
@@ -80,7 +80,7 @@ class Layer:
             unread(self.entry, entries, *heads),
             unread(self.wide, entries, sizes.values),
         )
-        self.inputs_RWC = unread(self.entry, TAPS - 1, self.channels)
+        self.inputs_RWC = unread(self.entry, 2 * (TAPS - 1), self.channels)
         drawn = torch.randn(self.channels, TAPS), torch.randn(sizes.values), torch.rand(sizes.values) - 2
         self.weight_CK, self.rate_V, self.bias_V = (
             each.to(dtype).to(self.device)
@@ -106,11 +106,13 @@ class Layer:
         """Compare what is read of a row after so many tokens."""
         begin = int(lag(torch.tensor(length), self.sizes.block))
         held = [position % (2 * self.sizes.block) for position in range(begin, length)]
-        last = [position % (TAPS - 1) for position in range(max(length - TAPS + 1, 0), length)]
+        page = length // PAGE * PAGE
+        read = {position for end in (length, page) for position in range(max(end - TAPS + 1, 0), end)}
+        last = inputs.place(torch.tensor(sorted(read)), TAPS - 1, PAGE)
         (one, two), *rest = zip(self.kept, other.kept, strict=True)
         states = begin == 0 or torch.equal(one[row], two[row])
-        inputs = torch.equal(self.inputs_RWC[row, last], other.inputs_RWC[row, last])
-        return states and inputs and all(torch.equal(one[row, held], two[row, held]) for one, two in rest)
+        same = torch.equal(self.inputs_RWC[row, last], other.inputs_RWC[row, last])
+        return states and same and all(torch.equal(one[row, held], two[row, held]) for one, two in rest)
 
     def runs(self, rows: list[int], lengths: list[int], counts: list[int], parents: list[int] | None) -> Runs:
         """``parents``: of a single run's nodes, -1 of its root; None: all are chains."""
@@ -122,7 +124,7 @@ class Layer:
         depth = local if parents is None else (back >= 0).sum(1) - 1
         row, length = torch.tensor(rows), torch.tensor(lengths)
         tensors = row, length, starts, row[slot], length[slot] + depth, back
-        return Runs(*(each.to(self.device) for each in tensors), max(counts))
+        return Runs(*(each.to(self.device) for each in tensors), max(counts), PAGE)
 
     def run(self, drawn: Drawn, runs: Runs, prompts: bool) -> tuple[Tensor, Left]:
         """Return outputs, and what the tokens leave."""
@@ -151,7 +153,7 @@ class Layer:
 
     def keep(self, left: Left, *where: Tensor) -> None:
         tables = tuple(table[None] for table in (*self.kept[1:], self.inputs_RWC))
-        self.rule.keep_last(tables, Left(*(each[None] for each in left)), *where)
+        self.rule.keep_last(tables, Left(*(each[None] for each in left)), PAGE, *where)
 
     def step(self, drawn: Drawn, length: int, path: list[int], parents: list[int] | None = None) -> Tensor:
         """Verify nodes, and commit those on a path."""

@@ -17,6 +17,7 @@ from specserve_kernels import (
     Slots,
     Tree,
     convolve,
+    cut_paths,
     delta_decays,
     delta_nodes,
     delta_prompts,
@@ -33,12 +34,13 @@ from specserve.layers.batch import DeltaRule
 @dataclass(slots=True)
 class StatePass:
     """One pass over the model. ``left``: of nodes, what all layers leave for ``commit``; of prompts, what one does.
-    ``where``: of prompts, the places that ``keep_last`` takes; None: nodes."""
+    ``where``: of prompts, the places that ``keep_last`` takes; None: nodes, of ``token_T``."""
 
     states: States
     runs: Runs
     left: Left
     where: tuple[Tensor, ...] | None = None
+    token_T: Tensor | None = None
 
     @classmethod
     def of_tree(cls, states: States | None, slots: Slots, tree: Tree, max_nodes: int) -> StatePass | None:
@@ -49,7 +51,8 @@ class StatePass:
         back_TE = trace_back(parent_T, tree.local_T, tree.levels, states.entries)
         places = tree.q_start, tree.rows_T, tree.position_T
         left = states.room(len(states.inputs_LRWC), len(tree.rows_T))
-        return cls(states, Runs(slots.rows_B, slots.length_B, *places, back_TE, max_nodes), left)
+        runs = Runs(slots.rows_B, slots.length_B, *places, back_TE, max_nodes, states.page)
+        return cls(states, runs, left, token_T=tree.token_T)
 
     @classmethod
     def of_prompts(
@@ -67,7 +70,7 @@ class StatePass:
             return None
         back_TE = trace_back(None, local_T, 0, states.entries)
         places = q_start, slots.rows_B[slot_T], position_T
-        runs = Runs(slots.rows_B, slots.length_B, *places, back_TE, longest)
+        runs = Runs(slots.rows_B, slots.length_B, *places, back_TE, longest, states.page)
         index_T = torch.arange(len(slot_T), device=slot_T.device)
         where = index_T, runs.rows_T, position_T, (slots.length_B + q_start.diff())[slot_T]
         return cls(states, runs, states.room(1, len(slot_T)), where)
@@ -84,17 +87,15 @@ class StatePass:
         rule = delta_nodes if self.where is None else delta_prompts
         out_TVU = rule(inputs, decay_TEV, kept, runs, left.value_TVU)
         if self.where is not None:
-            keep_last(tuple(each[ask.layer, None] for each in states.rings), self.left, *self.where)
+            rings = tuple(each[ask.layer, None] for each in states.rings)
+            keep_last(rings, self.left, states.page, *self.where)
         return out_TVU.flatten(1)
 
     def commit(self, accepted: Accepted) -> None:
-        """Advance the states by the accepted nodes."""
-        kept, runs, count_B = self.states.kept, self.runs, accepted.count_B
-        fold_states(kept, runs.rows_B, runs.length_B, count_B)
-        position_BS = (accepted.next_position_BS - 1).where(accepted.place_BS >= 0, -1)
-        rows_BS, end_BS = (
-            each_B[:, None].expand_as(position_BS) for each_B in (runs.rows_B, runs.length_B + count_B)
-        )
-        # Flattened alone, one request's repeated row would be a view that repeats it by a stride of 0.
-        where = [each.contiguous().flatten() for each in (accepted.path_BS, rows_BS, position_BS, end_BS)]
-        keep_last(self.states.rings, self.left, *where)
+        """Advance the states by the accepted nodes, up to where texts end."""
+        states, rows_B, length_B = self.states, self.runs.rows_B, self.runs.length_B
+        path_BS = accepted.path_BS.contiguous()
+        assert self.token_T is not None
+        kept_B, *where = cut_paths(self.token_T, path_BS, accepted.count_B, rows_B, length_B, states.ends_RX)
+        fold_states(states.kept, rows_B, length_B, kept_B)
+        keep_last(states.rings, self.left, states.page, path_BS.flatten(), *where)

@@ -145,13 +145,21 @@ class RadixCache:
         if node is not parent:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
 
-    def keep(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Return the number of a new snapshot after ``tokens``, whole pages of a sequence that has just been inserted;
-        0 if there is one."""
-        *_, (node, _) = self._walk(self._keys(tokens, salt))
+    def keep(self, tokens: Sequence[int], salt: str = "", replaces: int = 0) -> int:
+        """Return the number of a new snapshot after ``tokens``, whole pages that are cached; 0 if there is one. That of
+        the first ``replaces`` makes room before all others, unless several sequences go on from there."""
+        end = first = 0
+        for node, matched in self._walk(self._keys(tokens, salt)):
+            end += matched * self._page_size
+            if end == replaces and len(node.children) == 1:
+                first = node.state
+        if matched < len(node.keys):
+            node = self._split(node, matched)
         if node.state:
             self._kept.move_to_end(node.state)
             return 0
+        if first:
+            self._kept.move_to_end(first, last=False)
         free = self._free_snapshots
         node.state = free.pop() if free else self._drop_state(next(iter(self._kept.values())))
         self._kept[node.state] = node

@@ -2,8 +2,8 @@
 
 A new request counts as having no state, so nothing is written when it takes its slot, nor when it leaves.
 
-Shapes as in ``specserve_kernels.reference.recurrent``; L layers, R rows, W tokens that a convolution reads before its
-own.
+Shapes as in ``specserve_kernels.reference.recurrent``; L layers, R rows, W places of a convolution's inputs, X numbers
+about a text's end.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import Lagged, Left, on_gpu
+from specserve_kernels import NEVER, Lagged, Left, on_gpu
 from torch import Tensor
 
 from specserve.kv.spec import BLOCK, DeltaState, zeros
 
 LEAST_SIZE = 16  # of a key on a GPU
+STOPS = 16  # tokens that end a row's text
 
 
 class States:
     """The tables of all layers, which have one geometry. The last row is padding's. ``state_dtype``: of states alone,
-    None: float32 or wider. Raises ValueError for keys that the kernel does not serve."""
+    None: float32 or wider. ``page_size``: of the pool; a row's state serves at the end of its last page, too, unless a
+    block has ended since. ``ends_RX``: as ``cut_paths`` takes it. Raises ValueError for keys that the kernel does not
+    serve."""
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class States:
         dtype: torch.dtype,
         device: torch.device,
         state_dtype: torch.dtype | None = None,
+        page_size: int = 1,
     ) -> None:
         assert len(set(layers)) == 1, "one geometry for all layers"
         self.spec = spec = layers[0]
@@ -47,7 +51,10 @@ class States:
             zeros((count, rows, 2 * BLOCK, *value), dtype, device),
             zeros((count, rows, 2 * BLOCK, spec.value_heads), wide, device),
         )
-        self.inputs_LRWC = zeros((count, rows, spec.width - 1, sum(spec.parts)), dtype, device)
+        self.page = max(page_size, spec.width)
+        self.inputs_LRWC = zeros((count, rows, 2 * (spec.width - 1), sum(spec.parts)), dtype, device)
+        self.ends_RX = torch.full((rows, 1 + STOPS), -1, dtype=torch.int64, device=device)
+        self.ends_RX[:, 0] = NEVER
 
     def copy(self, row: int, source: States, source_row: int) -> None:
         """Overwrite a row with one of another ``States`` of the same layers."""

@@ -189,7 +189,7 @@ def assemble(
     context = runner.context
     pool = context.pool
     kept, windows = context.snapshots, pool.config.layout.windows
-    snapshots = None if kept is None else Snapshots(kept.rows, config.model.eos_token_ids)
+    snapshots = None if kept is None else Snapshots(kept.rows, config.model.eos_token_ids, kept.entries // 2)
     memory = Memory(pool.num_pages, pool.page_size, config.prefix_cache, windows, snapshots)
     use = pool.config.use(memory.allocator.capacity, config.context_length)
     capacity = Capacity(
@@ -504,7 +504,8 @@ def _states(
     layers = config.model.on(ranks).states
     if not layers or not rows:
         return None
-    states = States(layers, rows, DTYPES[config.dtype], device, DTYPES.get(config.mamba_ssm_dtype))
+    dtypes = DTYPES[config.dtype], device, DTYPES.get(config.mamba_ssm_dtype)
+    states = States(layers, rows, *dtypes, config.page_size)
     log.info("%d states of %s take %.2f GiB", rows, whose, states.nbytes / 2**30)
     return states
 

@@ -15,6 +15,7 @@ from operator import ne
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
 from specserve.kv.radix import Prefix, RadixCache
+from specserve.kv.states import STOPS
 from specserve.scheduler.points import LAUNCH_COST, Snapshots
 from specserve.scheduler.request import Hold, Request
 from specserve.speculation.state import PageRun
@@ -99,12 +100,18 @@ class Memory:
         known = request.prefilled, request.known
         return self._snapshots.points(request.context, *known, self.page_size, forked)
 
-    def keep(self, request: Request) -> int:
-        """Return the number of a new snapshot of the request's state, if it is at a point of its prompt without one; 0
-        otherwise. Its pages have just been remembered."""
-        if self.cache is None or request.prefilled not in request.points:
+    def keep(self, request: Request, ends: bool = False) -> int:
+        """Return the number of a new snapshot of the request's state, if it is at a point of its prompt without one, or
+        ``ends``; 0 otherwise. Its pages have just been remembered."""
+        if self.cache is None or self._snapshots is None:
             return 0
-        return self.cache.keep(request.context[: request.prefilled], request.salt)
+        end = request.remembered * self.page_size
+        exact = len(request.stop_ids) <= STOPS and self._snapshots.serves(request.computed, end)
+        if not end or not (exact if ends else request.prefilled in request.points):
+            return 0
+        return self.cache.keep(
+            request.tokens[:end], request.salt, (request.cached_tokens or 0) if ends else 0
+        )
 
     @property
     def available(self) -> int:

@@ -1,4 +1,5 @@
 """Where prompts are cut, so that a snapshot of their state can be kept: a launch leaves the state after its last token.
+Where requests end, they leave theirs without a cut.
 
 Points are ends of pages: where a text leaves a cached one, the last of messages and of prompts, and every 1,024 tokens.
 A cut costs a launch, so that of messages and prompts none is a point which would save less than that.
@@ -17,10 +18,15 @@ LAUNCH_COST = 256
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """``room``: how many there may be. ``ends``: tokens that end a message."""
+    """``room``: how many there may be. ``ends``: tokens that end a message. ``block``: as in ``lag``."""
 
     room: int
     ends: Collection[int]
+    block: int
+
+    def serves(self, tokens: int, first: int) -> bool:
+        """Return whether a state after ``tokens`` is one of the ``first`` of them, to the end of the last page."""
+        return max(tokens // self.block, 1) == max(first // self.block, 1)
 
     def points(
         self, tokens: Sequence[int], cached: int, known: int, page_size: int, forked: bool = False

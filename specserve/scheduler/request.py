@@ -150,7 +150,7 @@ def row_init(request: Request, cached: int, page_size: int) -> RowInit:
         prompt=request.prompt,
         output=request.output,
         limit=request.limit,
-        banned_ids=sorted(request.stop_ids) if request.params.min_tokens else (),
+        stop_ids=sorted(request.stop_ids),
         banned_until=len(request.prompt) + request.params.min_tokens,
         cached=cached,
         last_cached_page=first.pages[cached // page_size - 1 - first.start] if cached else 0,

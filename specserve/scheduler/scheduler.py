@@ -364,7 +364,7 @@ class Scheduler:
     def preempt(self, request: Request, remember: bool = True) -> None:
         """Put a request back into the queue. The prefix cache keeps what it computed for as long as it can."""
         self._counters.preemptions += 1
-        self._vacate(request, remember)
+        self._vacate(request, remember, keep=remember)
         self.waiting.add(request)
 
     def _attempt(self, launch: Callable[[], Done], requests: list[Request], chunk: int) -> Done | None:
@@ -396,13 +396,15 @@ class Scheduler:
             words = f"out of device memory: {error}"
             self._outbox.append(Failed(request.rid, words, fault="server"))
 
-    def _vacate(self, request: Request, remember: bool = True) -> None:
+    def _vacate(self, request: Request, remember: bool = True, keep: bool = False) -> None:
         """Take slot and pages from a request. Launches in flight still write there, but they run before anything
-        launched later."""
+        launched later. ``keep``: its state is that of its known tokens, and from it they can be continued."""
         for observer in self._observers:
             observer.left(request)
         if remember:
             self.memory.remember(request)
+        if keep and (number := self.memory.keep(request, ends=True)):
+            self.runner.change(CopyStates([(request.slot, number)]))
         self.memory.release(request)
         self.running.remove(request)
         self._free_slots.append(request.slot)
@@ -470,7 +472,7 @@ class Scheduler:
         self._counters.generated_tokens += len(kept)
         self._counters.accepted += len(kept) - 1 if from_step else 0
         if reason is not None:
-            self._vacate(request)
+            self._vacate(request, keep=True)
         for observer in self._observers:
             observer.emitted(request, kept)
         self._outbox.append(message_of(request, emitted, kept, reason, stopped))

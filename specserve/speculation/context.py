@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from specserve_kernels import Accepted, Pool, Prediction, Slots, Tree, gather_slots
@@ -16,12 +17,12 @@ from specserve.attention.base import AttentionBackend, Plan
 from specserve.attention.recurrent import StatePass
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
-from specserve.kv.states import States
+from specserve.kv.states import STOPS, States
 from specserve.models.base import TargetModel
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import Continuation, DecodeState, Needs, RowInit
+from specserve.speculation.state import Continuation, DecodeState, Needs, RowInit, to_device
 from specserve.speculation.synthetic import SyntheticAcceptance
 
 
@@ -143,7 +144,12 @@ class Context:
 
     def admit(self, rows: Sequence[RowInit]) -> None:
         """Write the rows of requests that take their slots."""
-        self.drafter.admit(self.state.admit(rows, self.pool.page_feature))
+        slots_N = self.state.admit(rows, self.pool.page_feature)
+        self.drafter.admit(slots_N)
+        if self.states is not None:
+            ends = ((row.limit - 1, *row.stop_ids, *[-1] * STOPS)[: 1 + STOPS] for row in rows)
+            ends_NX = to_device([*chain.from_iterable(ends)], slots_N.device).view(len(rows), -1)
+            self.states.ends_RX.index_copy_(0, slots_N, ends_NX)
 
 
 @dataclass(frozen=True, slots=True)

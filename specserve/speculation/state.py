@@ -71,8 +71,8 @@ PageRun = tuple[int, int, int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """The scheduler's data of a request that takes a slot. ``pages``: as ``PageRun``. ``banned_ids`` can't be chosen
-    before position ``banned_until``."""
+    """The scheduler's data of a request that takes a slot. ``pages``: as ``PageRun``. ``stop_ids`` end it; with
+    ``min_tokens``, they can't be chosen before position ``banned_until``."""
 
     slot: int
     pages: Sequence[PageRun]
@@ -82,7 +82,7 @@ class RowInit:
     prompt: Sequence[int]
     output: Sequence[int]
     limit: int
-    banned_ids: Sequence[int]
+    stop_ids: Sequence[int]
     banned_until: int
     cached: int  # tokens of the prefix found in the cache, whole pages
     last_cached_page: int
@@ -299,7 +299,8 @@ def _floats_of(params: SamplingParams) -> tuple[float, ...]:
 def _bias_of(row: RowInit) -> _Bias:
     """Return a row's bias entries. Those of one token add up, so a ban (-inf) hides the token's bias until it ends."""
     biases = [(token, bias, MAX_COUNT) for token, bias in (row.params.logit_bias or {}).items()]
-    return biases + [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
+    banned = row.stop_ids if row.params.min_tokens else ()
+    return biases + [(token, -torch.inf, row.banned_until) for token in banned]
 
 
 def _prediction_of(row: RowInit) -> Sequence[int]:

@@ -26,7 +26,7 @@ def row(slot: int, pages: list[int], cached: int = 0, **params: Any) -> RowInit:
         prompt=[3, 4, 4, 7],
         output=[9, 9] if slot == 2 else [],
         limit=30 + slot,
-        banned_ids=(1, 2) if params.get("min_tokens") else (),
+        stop_ids=(1, 2),
         banned_until=11,
         cached=cached,
         last_cached_page=pages[cached // 2 - 1] if cached else 0,

@@ -16,11 +16,11 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
-from specserve_kernels.reference.recurrent.inputs import EPS
+from specserve_kernels.reference.recurrent.inputs import EPS, NEVER
 
 _CHANNELS = 1024  # of a program, or tokens
 _FEW, _RUN = 256, 8  # tokens of a launch whose programs have one each, and of a program in a larger one
-_EPS = tl.constexpr(EPS)
+_EPS, _NEVER = tl.constexpr(EPS), tl.constexpr(NEVER)
 _READ = tl.constexpr(16)  # decays at once
 _TOKENS = 4  # of a program
 
@@ -59,6 +59,7 @@ def convolve(
         VALUES=values,
         K=weight_CK.shape[1],
         E=runs.back_TE.shape[1],
+        PAGE=runs.page,
         N=many,
         BLOCK=next_power_of_2(weight_CK.shape[1]),
         num_warps=4,
@@ -101,6 +102,7 @@ def delta_decays(
 def keep_last(
     tables: tuple[Tensor, ...],
     left: Left,
+    page: int,
     index_N: Tensor,
     rows_N: Tensor,
     position_N: Tensor,
@@ -123,11 +125,31 @@ def keep_last(
         V=value_LREVU.shape[3],
         C=input_LRWC.shape[3],
         E=entries,
-        W=input_LRWC.shape[2],
+        W=input_LRWC.shape[2] // 2,
+        PAGE=page,
         BLOCK=_CHANNELS,
         num_warps=4,
         **overlap(),
     )
+
+
+def cut_paths(
+    token_T: Tensor, path_BS: Tensor, count_B: Tensor, rows_B: Tensor, length_B: Tensor, ends_RX: Tensor
+) -> tuple[Tensor, ...]:
+    assert path_BS.is_contiguous()
+    (batch, columns), known = path_BS.shape, ends_RX.shape[1]
+    found = torch.empty_like(count_B), *(path_BS.new_empty(path_BS.numel()) for _ in range(3))
+    _cut_kernel[(batch,)](
+        *(token_T, path_BS, count_B, rows_B, length_B, ends_RX),
+        *found,
+        columns,
+        X=known,
+        S=next_power_of_2(columns),
+        BLOCK=next_power_of_2(known),
+        num_warps=1,
+        **overlap(),
+    )
+    return found
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -150,11 +172,16 @@ def _trace_back_kernel(
         node = tl.where(inner, above, -1)
 
 
+@triton.jit
+def _place(position, W: tl.constexpr, PAGE: tl.constexpr):
+    return position // PAGE % 2 * W + position % W
+
+
 @triton.jit(do_not_specialize=["tokens", "run"])
 def _convolve_kernel(
     x_ptr,  # [T, C]
     weight_ptr,  # [C, K]
-    kept_ptr,  # [R, K - 1, C]
+    kept_ptr,  # [R, 2 * (K - 1), C]
     rows_ptr,  # [T]
     position_ptr,  # [T]
     back_ptr,  # [T, E]
@@ -170,6 +197,7 @@ def _convolve_kernel(
     VALUES: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
+    PAGE: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -200,7 +228,8 @@ def _convolve_kernel(
         for distance in tl.static_range(1, K):
             before = position - distance
             back = tl.load(back_ptr + t * E + distance)
-            at = kept_ptr + (row * (K - 1) + tl.maximum(before, 0) % (K - 1)) * C
+            place = _place(tl.maximum(before, 0), K - 1, PAGE)
+            at = kept_ptr + (row * 2 * (K - 1) + place) * C
             if back >= 0:
                 at = x_ptr + back * x_stride
             tap_ND = tl.load(at + channel_ND, mask=mask_ND & (before >= 0), other=0.0).to(tl.float32)
@@ -283,7 +312,7 @@ def _keep_kernel(
     kept_key,  # out [L, R, E, J, D]
     kept_value,  # out [L, R, E, V, U]
     kept_decay,  # out [L, R, E, V]
-    kept_input,  # out [L, R, W, C]
+    kept_input,  # out [L, R, 2 * W, C]
     key,  # [L, T, J, D]
     value,  # [L, T, V, U]
     decay,  # [L, T, V]
@@ -300,6 +329,7 @@ def _keep_kernel(
     C: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -312,5 +342,44 @@ def _keep_kernel(
         _keep(kept_key + at * KEYS, key + token * KEYS, KEYS, BLOCK)
         _keep(kept_value + at * VALUES, value + token * VALUES, VALUES, BLOCK)
         _keep(kept_decay + at * V, decay + token * V, V, BLOCK)
-        if position >= end - W:
-            _keep(kept_input + (row * W + position % W) * C, input_ptr + token * C, C, BLOCK)
+        page = end // PAGE * PAGE
+        if (position >= end - W) | ((position >= page - W) & (position < page)):
+            place = row * 2 * W + _place(position, W, PAGE)
+            _keep(kept_input + place * C, input_ptr + token * C, C, BLOCK)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _cut_kernel(
+    token_ptr,  # [T]
+    path_ptr,  # [B, columns]
+    count_ptr,  # [B]
+    rows_ptr,  # [B]
+    length_ptr,  # [B]
+    ends_ptr,  # [R, X], out too
+    kept_ptr,  # out [B]
+    rows_out_ptr,  # out [B, columns]
+    position_ptr,  # out [B, columns]
+    end_ptr,  # out [B, columns]
+    columns,
+    X: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    b = tl.program_id(0)
+    row, length, count = tl.load(rows_ptr + b), tl.load(length_ptr + b), tl.load(count_ptr + b)
+    s, x = tl.arange(0, S), tl.arange(0, BLOCK)
+    node_S = tl.load(path_ptr + b * columns + s, mask=s < count, other=0)
+    token_S = tl.load(token_ptr + node_S, mask=s < count, other=-2)
+    ends_X = tl.load(ends_ptr + row * X + x, mask=(x > 0) & (x < X), other=-1)
+    is_end_S = tl.max((token_S[:, None] == ends_X[None, :]).to(tl.int32), 1) > 0
+    most = tl.minimum(tl.load(ends_ptr + row * X), tl.min(tl.where(is_end_S, length + s, _NEVER), 0))
+    tl.store(ends_ptr + row * X, most)
+    end = tl.minimum(length + count, most)
+    kept = tl.maximum(end - length, 0)
+    tl.store(kept_ptr + b, kept)
+    at, there = b * columns + s, s < columns
+    tl.store(rows_out_ptr + at, row, mask=there)
+    tl.store(position_ptr + at, tl.where(s < kept, length + s, -1), mask=there)
+    tl.store(end_ptr + at, end, mask=there)

@@ -49,6 +49,7 @@ class Runs(NamedTuple):
     position_T: Tensor
     back_TE: Tensor
     longest: int
+    page: int  # as in ``place``
 
 
 class Left(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
 
+NEVER = 2**62  # tokens that no text has
 EPS = 1e-6  # added to the squared length of queries and keys
 
 
@@ -28,19 +29,24 @@ def trace_back(parent_T: Tensor | None, local_T: Tensor, levels: int, span: int)
     return torch.cat([torch.stack(columns, 1), missing], 1)
 
 
+def place(position: Tensor, width: int, page: int) -> Tensor:
+    """Return where a row keeps the convolution's input at a position: the last ``width`` are there, and as many before
+    the last page's end, of which every second page has its own. ``page``: more than ``width`` tokens."""
+    return position // page % 2 * width + position % width
+
+
 def convolve(
     x_TC: Tensor, weight_CK: Tensor, kept_RWC: Tensor, runs: Runs, left: Left
 ) -> tuple[Tensor, Tensor]:
     """Return queries, ``1 / sqrt(D)`` long, and values; write keys, 1 long, and ``x_TC`` to ``left``. All but the last
     are the SiLU of the sum of each token's channels and those of the K - 1 tokens before it on its path, weighed by tap
-    and channel, rounded before it is normalized. ``kept_RWC``: rows' last K - 1 tokens, that of position p at p %
-    (K - 1)."""
+    and channel, rounded before it is normalized. ``kept_RWC``: of rows' last tokens, by ``place``."""
     wide, width = torch.promote_types(x_TC.dtype, torch.float32), weight_CK.shape[1] - 1
     weight_KC = weight_CK.to(wide).T
     total_TC = weight_KC[-1] * x_TC.to(wide)
     for distance in range(1, width + 1):
         back_T, before_T = runs.back_TE[:, distance], runs.position_T - distance
-        own_TC, ring_TC = x_TC[back_T.clamp(min=0)], kept_RWC[runs.rows_T, before_T % width]
+        own_TC, ring_TC = x_TC[back_T.clamp(min=0)], kept_RWC[runs.rows_T, place(before_T, width, runs.page)]
         tap_TC = own_TC.where((back_T >= 0)[:, None], ring_TC).where((before_T >= 0)[:, None], 0)
         total_TC = total_TC + weight_KC[-1 - distance] * tap_TC.to(wide)
     _, heads, size = left.key_TJD.shape
@@ -83,15 +89,41 @@ def delta_decays(
 def keep_last(
     tables: tuple[Tensor, ...],
     left: Left,
+    page: int,
     index_N: Tensor,
     rows_N: Tensor,
     position_N: Tensor,
     end_N: Tensor,
 ) -> None:
-    """Write what tokens left, at ``index_N`` of each, to their rows' rings ``[L, R, E, ...]``, in all layers.
-    ``position_N`` -1: a rejected token. ``end_N``: tokens that its row then has, of which a ring keeps as many as it
-    has room for. The last row may be overwritten."""
-    for table_LREX, source_LTX in zip(tables, left, strict=True):
-        entries, dummy = table_LREX.shape[2], table_LREX.shape[1] - 1
-        written_N = rows_N.where((position_N >= 0) & (position_N >= end_N - entries), dummy)
+    """Write what tokens left, at ``index_N`` of each, to their rows' rings ``[L, R, E, ...]``, in all layers, and to
+    their places of inputs. ``position_N`` -1: a rejected token. ``end_N``: tokens that its row then has, of which a
+    ring keeps as many as it has room for. The last row may be overwritten."""
+    *rings, inputs_LRWC = tables
+    entries, width, dummy = rings[0].shape[2], inputs_LRWC.shape[2] // 2, inputs_LRWC.shape[1] - 1
+    page_N, live_N = end_N // page * page, position_N >= 0
+    ends_page_N = (position_N >= page_N - width) & (position_N < page_N)
+    written_N = rows_N.where(live_N & (position_N >= end_N - entries), dummy)
+    for table_LREX, source_LTX in zip(rings, left, strict=False):
         table_LREX[:, written_N, position_N % entries] = source_LTX[:, index_N]
+    written_N = rows_N.where(live_N & ((position_N >= end_N - width) | ends_page_N), dummy)
+    inputs_LRWC[:, written_N, place(position_N, width, page)] = left.input_TC[:, index_N]
+
+
+def cut_paths(
+    token_T: Tensor, path_BS: Tensor, count_B: Tensor, rows_B: Tensor, length_B: Tensor, ends_RX: Tensor
+) -> tuple[Tensor, ...]:
+    """Cut accepted paths of ``count_B`` nodes where their rows' texts end, after which a row keeps nothing: its state
+    stays that of the text, whatever is accepted later. ``ends_RX``: of each row, how many tokens are kept at most,
+    lowered here by a token that ends it, then those tokens, -1: none. Return how many nodes are kept of each path, and
+    of each node, flat, what ``keep_last`` takes: row, position and end."""
+    column_S = torch.arange(path_BS.shape[1], device=path_BS.device)
+    position_BS = length_B[:, None] + column_S
+    ends_BS = (token_T[path_BS][..., None] == ends_RX[rows_B, None, 1:]).any(2)
+    ends_BS &= column_S < count_B[:, None]
+    most_B = torch.minimum(ends_RX[rows_B, 0], position_BS.where(ends_BS, NEVER).amin(1))
+    ends_RX[rows_B, 0] = most_B
+    end_B = torch.minimum(length_B + count_B, most_B)
+    kept_B = (end_B - length_B).clamp(min=0)
+    position_BS = position_BS.where(column_S < kept_B[:, None], -1)
+    rows_BS, end_BS = (each_B[:, None].expand_as(position_BS) for each_B in (rows_B, end_B))
+    return kept_B, *(each.reshape(-1) for each in (rows_BS, position_BS, end_BS))
