@@ -24,7 +24,7 @@ from tests.engines import answer_all, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, MIXTURE, SMALL, draw_weights
 from tests.reference.gemma4 import SIZES as GEMMA4
-from tests.test_targets import BESIDE_VISION, MAKERS, PROMPT, recorded_logits, their_logits
+from tests.test_targets import BESIDE_VISION, MAKERS, PROMPT, check_logits
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -197,11 +197,7 @@ def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
     assert asked.names <= {*TensorFiles(target).names(), "lm_head.weight"}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     draft = make_eagle3(target.parent / "draft", target)
-    with recorded_logits() as found:
-        (answer,) = answer_all(make_scheduler(target, dtype="float32"), [(PROMPT, params)])
-    logits = their_logits(target, answer.tokens)
-    assert answer.tokens == logits.argmax(-1).tolist()
-    torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+    check_logits(target, count=12)
     shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft), **shape}
     work = [(PROMPT, params), (PROMPT * 4, SamplingParams(temperature=1.0, seed=3, max_tokens=12))]

@@ -160,6 +160,16 @@ def recorded_logits() -> Iterator[list[Tensor]]:
         yield found
 
 
+def check_logits(path: Path, count: int = COUNT) -> None:
+    """Logits and tokens are those of transformers."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    with recorded_logits() as found:
+        (answer,) = answer_all(make_scheduler(path, dtype="float32"), [(PROMPT, params)])
+    logits = their_logits(path, answer.tokens)
+    assert answer.tokens == logits.argmax(-1).tolist()
+    torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+
+
 def our_logits(path: Path, dtype: torch.dtype) -> Tensor:
     """Of ``TOKENS`` in one pass of the model by itself."""
     model = load_target(path, dtype, CPU, max_positions=len(TOKENS))
@@ -214,12 +224,7 @@ def test_the_text_part_of_a_vision_language_file(
 
 
 def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-    with recorded_logits() as found:
-        (answer,) = answer_all(make_scheduler(target, dtype="float32"), [(PROMPT, params)])
-    logits = their_logits(target, answer.tokens)
-    assert answer.tokens == logits.argmax(-1).tolist()
-    torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+    check_logits(target)
 
 
 class Copies(TorchDispatchMode):

@@ -12,13 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from specserve import SamplingParams
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES, AROUND
-from tests.engines import answer_all, make_scheduler
 from tests.reference.gemma4 import draw_weights
 from tests.test_more_targets import SIZES
-from tests.test_targets import COUNT, PROMPT, change_config, recorded_logits, their_logits
+from tests.test_targets import change_config, check_logits
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 SMALL = {
@@ -89,12 +87,8 @@ def test_the_logits_and_tokens_of_transformers(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = make(tmp_path / "target", family)
-    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-    with caplog.at_level(logging.INFO), recorded_logits() as found:
-        (answer,) = answer_all(make_scheduler(target, dtype="float32"), [(PROMPT, params)])
-    logits = their_logits(target, answer.tokens)
-    assert answer.tokens == logits.argmax(-1).tolist()
-    torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+    with caplog.at_level(logging.INFO):
+        check_logits(target)
     assert f" tensors of {FAMILIES[family][2]}" in caplog.text
     assert "no parameter reads" not in caplog.text
 

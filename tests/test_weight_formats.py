@@ -81,6 +81,13 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> TargetModel:
     return load_target(path, dtype, CPU, len(TOKENS))
 
 
+def load_checked(path: Path) -> TargetModel:
+    """Its logits are those of the numbers that the file means."""
+    model, expected = load(path, torch.float64), llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    return model
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_logits_of_the_numbers_that_a_file_means(
     plain: Path, dialects: Quantized, meant: Callable[[str], Any], dialect: str, held: bool
@@ -135,9 +142,7 @@ def test_a_part_that_stays_plain(plain: Path, tmp_path: Path, held: bool) -> Non
         )
 
     path = quantize(plain, tmp_path / "target", "fp8 a tensor", quantized)
-    model = load(path, torch.float64)
-    expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    model = load_checked(path)
     qkv = model.layers[0].self_attn.qkv_proj
     assert isinstance(qkv, Joined)
     assert [type(piece) for piece in qkv.pieces] == [StoredProjection, Linear, StoredProjection]
@@ -203,9 +208,7 @@ def test_modules_with_settings_of_their_own(plain: Path, tmp_path: Path, held: b
         "+:.*_proj": {"group_size": 64},
     }
     configure(path, bits=4, group_size=128, dynamic=dynamic, modules_in_block_to_quantize=LISTED)
-    model = load(path, torch.float64)
-    expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    model = load_checked(path)
     qkv = model.layers[0].self_attn.qkv_proj
     assert isinstance(qkv, Joined)
     assert [type(piece) for piece in qkv.pieces] == [StoredProjection, StoredProjection, Linear]
@@ -223,9 +226,7 @@ def test_a_mixed_recipe(plain: Path, tmp_path: Path, held: bool) -> None:
         "group_1": {**channel, "format": "float-quantized", "targets": ["Linear"]},
     }
     configure(path, format="mixed-precision", config_groups=groups)
-    model = load(path, torch.float64)
-    expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    model = load_checked(path)
     said = "4 bits with a scale for 128 inputs, FP8 with a scale an output"
     assert set(model.config.weights.words.removeprefix("compressed-tensors: ").split(", ")) == set(
         said.split(", ")

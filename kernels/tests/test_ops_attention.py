@@ -132,6 +132,13 @@ class Case:
             found, right = found[~skip], right[~skip]
         torch.testing.assert_close(found[:live].double(), right[:live], atol=tolerance, rtol=tolerance)
 
+    def check_draft(self) -> None:
+        """Each of the second level's nodes sees one of the first, and itself."""
+        prefix_B = self.integers([21, 2])
+        path_BKA = self.integers([[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]])
+        self.table(2, 28)
+        self.check("plan_draft", Frontier(prefix_B, 1, prefix_B[:, None, None] + path_BKA, 28), rows=6)
+
 
 def run(
     backend: AttentionBackend,
@@ -208,14 +215,9 @@ class TestEveryGeometry:
     def test_draft(
         self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Position 0 has no draft entry; each of the second level's nodes sees one of the first, and itself."""
+        """Position 0 has no draft entry."""
         case = Case(heads, page_size, device, dtype)
-        prefix_B = case.integers([21, 2])
-        scratch_BKA = prefix_B[:, None, None] + case.integers(
-            [[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]]
-        )
-        case.table(2, 28)
-        case.check("plan_draft", Frontier(prefix_B, 1, scratch_BKA, 28), rows=6)
+        case.check_draft()
 
     def test_prefill(
         self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
@@ -411,12 +413,7 @@ def test_keys_and_values_in_fp8(
     case.check("plan_verify", tree(case, [137, 1, 16], [9, 1, 3], max_nodes=9, spare=2), rows=15, live=13)
     case.check("plan_verify", chain(tree(case, [37, 5], [5, 20], max_nodes=20)), rows=25)
     case.check("plan_verify", tree(case, [531, 0, 40], [1, 1, 1], max_nodes=1), rows=3)
-    prefix_B = case.integers([21, 2])
-    scratch_BKA = prefix_B[:, None, None] + case.integers(
-        [[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]]
-    )
-    case.table(2, 28)
-    case.check("plan_draft", Frontier(prefix_B, 1, scratch_BKA, 28), rows=6)
+    case.check_draft()
     for own in (True, False):
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 90, 1]), rows=111, own=own)
 
