@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import specserve_kernels.dispatch
 import torch
-from specserve_kernels import HeadNorms, KVScales
+from specserve_kernels import HeadNorms, KVScales, Parts, Shared
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.attention.latent import absorb_queries, multiply_heads, store_latents
 from specserve_kernels.ops.attention.paths import list_paths
@@ -44,7 +44,7 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.ops.ranks.exchange import Shared, gather_parts, sum_parts
+from specserve_kernels.ops.ranks.exchange import gather_parts, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
 from specserve_kernels.ops.recurrent.inputs import convolve, cut_paths, delta_decays, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights
@@ -652,6 +652,8 @@ def launch_exchanges() -> None:
         shared = Shared(1, *(torch.zeros(count, dtype=torch.int64) for count in (ranks + 1, 128)))
         sum_parts(part_TH, shared)
         gather_parts(part_TH, shared)
+        if tokens == 1:
+            add_rms_norm(Parts(part_TH, shared), part_TH, part_TH[0], 1e-5)
 
 
 def main() -> None:

@@ -35,6 +35,27 @@ class KVScales(NamedTuple):
     value: float = 1.0
 
 
+class Shared(NamedTuple):
+    """What a rank's launches need to exchange. ``addresses``: int64 ``[N + 1]``, of the ranks' memory as this one sees
+    it, zero at first, ``shared_bytes`` each; last, of three int64 of the host: ``stop``, a time that the host counts,
+    and after how much of it a wait takes too long, 0 for never. ``counts``: int64 ``[P]``, zero at first."""
+
+    rank: int
+    addresses: Tensor
+    counts: Tensor
+
+    @property
+    def ranks(self) -> int:
+        return len(self.addresses) - 1
+
+
+class Parts(NamedTuple):
+    """A sum over ranks that the launch which reads it makes: this rank's part ``[T, H]``."""
+
+    own_TH: Tensor
+    shared: Shared
+
+
 class HeadNorms(NamedTuple):
     """Root-mean-square norms of single heads before their rotation: weights of queries and of keys, None if there are
     no keys, in the heads' dtype or wider. ``values``: values are normalized, too, without a weight."""

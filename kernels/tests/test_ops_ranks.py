@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from specserve_kernels import Parts
+from specserve_kernels.ops.layer.norm import add_rms_norm
 from specserve_kernels.ops.ranks import exchange
 from specserve_kernels.ops.ranks.exchange import Shared, gather_parts, shared_bytes, sum_parts
 from torch import Tensor
@@ -75,6 +77,23 @@ def test_sums_in_one_shot_and_in_two_have_the_order_of_ranks(count: int, dtype: 
     with patch.object(exchange, "PROGRAMS", PROGRAMS), patch.object(exchange, "SLOT", 1 << 13):
         found = on_ranks(count, work, 3 * sum(SIZES) * dtype.itemsize)
     assert all(torch.equal(each.view(dtype), torch.cat(expected)) for each in found)
+
+
+def test_a_norm_adds_the_parts_of_its_rows() -> None:
+    """Between launches that do nothing else."""
+    part_NTH, residual_TH, weight_H = torch.randn(2, 3, 100), torch.randn(3, 100), torch.randn(100)
+
+    def work(shared: Shared) -> Tensor:
+        own_TH = part_NTH[shared.rank]
+        total_TH = sum_parts(own_TH, shared)
+        found = add_rms_norm(Parts(own_TH, shared), residual_TH, weight_H, 1e-5)
+        expected = add_rms_norm(total_TH, residual_TH, weight_H, 1e-5)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert torch.equal(sum_parts(own_TH, shared), total_TH)
+        return found[1]
+
+    total_TH = part_NTH[0] + part_NTH[1] + residual_TH
+    assert all(torch.equal(each.view(total_TH.dtype), total_TH.flatten()) for each in on_ranks(2, work, 1200))
 
 
 def test_parts_are_gathered_in_the_order_of_ranks() -> None:

@@ -6,7 +6,7 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from specserve_kernels import HeadNorms, Rounded
@@ -18,6 +18,7 @@ from specserve.layers.embedding import Embedding
 from specserve.layers.experts import ExpertsMLP
 from specserve.layers.latent_attention import LatentAttention
 from specserve.layers.norms import RMSNorm
+from specserve.layers.ranks import Update
 from specserve.layers.weights import Projection
 
 
@@ -51,7 +52,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.shares = {"sinks": config.num_heads}
 
-    def forward(self, x_TI: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TI: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Update, Tensor]:
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         config = self.config
         projected_TND = qkv_TO.unflatten(-1, (-1, config.head_dim))
@@ -59,7 +60,7 @@ class Attention(nn.Module):
         softmax = replace(config.softmax, sinks_H=self.sinks)
         ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, self.head_norms)
         attended_TI = self.gated(call.attend(ask), projected_TND)
-        return config.ranks.sum(self.o_proj(call.wanted(attended_TI))), call.wanted(residual_TH)
+        return config.ranks.sum_for_norm(self.o_proj(call.wanted(attended_TI))), call.wanted(residual_TH)
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""
@@ -106,9 +107,9 @@ class MLP(nn.Module):
         self.gate_up_proj = new(name, size, parts, config.mlp_bias)
         self.down_proj = new(name, inner, {self.down: size}, config.mlp_bias)
 
-    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
         inner_TI = self.gate_up_proj.gate_for(self.down_proj, x_TH, self.activation)
-        return self.ranks.sum(self.down_proj(inner_TI)), residual_TH
+        return self.ranks.sum_for_norm(self.down_proj(inner_TI)), residual_TH
 
 
 def reader_of(block: nn.Module) -> Projection | None:
@@ -149,14 +150,14 @@ class DecoderLayer(nn.Module):
         """Do the same as ``enter``, with the tokens' embeddings as the stream."""
         return self.input_layernorm.embed(tokens_T, embedding)
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+    def enter(self, x_TH: Update, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         """Take the last block's output and the residual stream before it. Return the input of attention, and the
         residual stream at the layer's boundary."""
         return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH)
 
-    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Any, ...]:
         """Take the result of ``enter``. Return the input of the next ``enter``."""
         stream = self.self_attn(x_TH, residual_TH, call)
         normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
-        out: tuple[Tensor, Tensor] = self.mlp(*normed)
+        out: tuple[Update, Tensor] = self.mlp(*normed)
         return out

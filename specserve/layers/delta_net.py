@@ -18,6 +18,7 @@ from specserve.kv.spec import DeltaState
 from specserve.layers.batch import DeltaRule, LayerCall, Recurs
 from specserve.layers.config import LayerConfig
 from specserve.layers.norms import RMSNorm
+from specserve.layers.ranks import Update
 
 
 class Convolution(nn.Module):
@@ -60,7 +61,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(state.value_size, config.rms_norm_eps)
         self.out_proj = new(name, values, {"out_proj": size}, bias=False)
 
-    def forward(self, x_TH: Tensor, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TH: Tensor, residual_TH: Tensor, call: LayerCall) -> tuple[Update, Tensor]:
         """Return the wanted rows; the state takes all. Raises ValueError when training."""
         if not isinstance(call.attend, Recurs):
             raise ValueError("--model-path: training does not support layers that keep a state")
@@ -69,7 +70,7 @@ class GatedDeltaNet(nn.Module):
         out_TI = call.attend.recur(DeltaRule(self.index, mixed_TC, weight_CK, b_TV, a_TV, *own))
         out_TI, gate_TI, residual_TH = map(call.wanted, (out_TI, gate_TI, residual_TH))
         normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps, gate_TI)
-        return self.ranks.sum(self.out_proj(normed_XU.view_as(out_TI))), residual_TH
+        return self.ranks.sum_for_norm(self.out_proj(normed_XU.view_as(out_TI))), residual_TH
 
     def projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.formats.stored import Joined, full_name
 from specserve.layers.linear import Linear
-from specserve.layers.ranks import ONE
+from specserve.layers.ranks import ONE, Update
 
 
 class Router(nn.Module):
@@ -109,11 +109,11 @@ class ExpertsMLP(nn.Module):
             if mine.shared_gate:
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
         assert isinstance(x_TH, Tensor)
         shared_TH = None
         if self.shared_expert is not None:
             shared_TH, _ = self.shared_expert(x_TH, residual_TH)
             if self.shared_expert_gate is not None:
                 shared_TH = self.shared_expert_gate(x_TH).sigmoid() * shared_TH
-        return self.ranks.sum(self.experts(x_TH, self.gate(x_TH), shared_TH)), residual_TH
+        return self.ranks.sum_for_norm(self.experts(x_TH, self.gate(x_TH), shared_TH)), residual_TH

@@ -18,6 +18,7 @@ from specserve.layers.batch import LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.latent import Latent, LatentRows
 from specserve.layers.norms import RMSNorm
+from specserve.layers.ranks import Update
 
 EPS = 1e-6  # of the norms of latents, whatever a config says of others
 
@@ -47,7 +48,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj.kept_plain = True
         self.o_proj = new(name, heads * self.latent.value_size, {"o_proj": config.hidden_size}, bias=False)
 
-    def forward(self, x_TI: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TI: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Update, Tensor]:
         latent, heads = self.latent, self.config.num_heads
         made_TO: Tensor = self.qkv_proj(x_TI)
         query_TO, row_TX = made_TO.tensor_split([self._row_from], -1)
@@ -61,7 +62,7 @@ class LatentAttention(nn.Module):
         ask = Latent(self.layer, query_TNX, self._rows(row_TX), call.rope, self.config.softmax.scale)
         found_TO = call.wanted(call.attend(ask))
         value_TNV = kernels.multiply_heads(found_TO.unflatten(-1, (heads, -1)), value_NVC)
-        return self.config.ranks.sum(self.o_proj(value_TNV.flatten(1))), call.wanted(residual_TH)
+        return self.config.ranks.sum_for_norm(self.o_proj(value_TNV.flatten(1))), call.wanted(residual_TH)
 
     def project_kv(self, x_TI: Tensor | Rounded) -> LatentRows:
         """Return only what is stored."""

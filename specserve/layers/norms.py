@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.layers.embedding import Embedding
-from specserve.layers.ranks import ONE, Ranks
+from specserve.layers.ranks import ONE, Ranks, Update, summed
 from specserve.layers.weights import Projection
 
 
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
         return self(embedded_TH), embedded_TH
 
     def add(
-        self, x_TH: Tensor, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
+        self, x_TH: Update, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of ``(x + residual) * scale``, and that sum. ``first_H``: the weight of a norm of x before
         it, with the same epsilon; None: no norm. ``scale_1`` None: 1."""
@@ -57,13 +57,13 @@ class RMSNorm(nn.Module):
     def add_for(
         self,
         reader: object,
-        x_TH: Tensor,
+        x_TH: Update,
         residual_TH: Tensor,
         first_H: Tensor | None = None,
         scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """Return the same as ``add``, with the norm quantized as ``reader`` does."""
-        dtype = reader.rounds_to(len(x_TH)) if self.rounds and isinstance(reader, Projection) else None
+        dtype = reader.rounds_to(len(residual_TH)) if self.rounds and isinstance(reader, Projection) else None
         if dtype is None:
             return self.add(x_TH, residual_TH, first_H, scale_1)
         return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, first_H, scale_1)
@@ -104,11 +104,11 @@ class LayerNorm(RMSNorm):
         return self(stream_TH), stream_TH
 
     def add(
-        self, x_TH: Tensor, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
+        self, x_TH: Update, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         assert first_H is None
         assert scale_1 is None
-        total_TH = x_TH + residual_TH
+        total_TH = summed(x_TH) + residual_TH
         return self(total_TH), total_TH
 
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from specserve_kernels import Parts
 from torch import Tensor
 
 FLAG, OF_EXPERTS = "--tensor-parallel-size", "--expert-parallel-size"
+Update = Tensor | Parts
+"""What a block adds to the stream."""
 _UNIT = 64  # vocabularies are cut at multiples of this, so that rows stay aligned
 
 
@@ -114,6 +117,15 @@ def cut_of(
     return Cut(tuple(filed.shape), tuple(along))
 
 
+def summed(update_TH: Update) -> Tensor:
+    """Return the sum that ``Ranks.sum_for_norm`` may have left to a norm."""
+    if isinstance(update_TH, Tensor):
+        return update_TH
+    from specserve_kernels.ops.ranks.exchange import sum_parts
+
+    return sum_parts(*update_TH)
+
+
 class Peers(ABC):
     """The other ranks."""
 
@@ -128,6 +140,10 @@ class Peers(ABC):
         for each in others:
             total = total + each
         return total.to(part.dtype)
+
+    def sum_for_norm(self, part_TH: Tensor) -> Update:
+        """Return the sum of all ranks' parts, or what ``add_rms_norm`` takes instead of it."""
+        return self.sum(part_TH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +188,10 @@ class Ranks:
         """Return the sum of all ranks' parts, added in the order of ranks and rounded once. An element's sum depends on
         no other."""
         return part if self.peers is None else self.peers.sum(part)
+
+    def sum_for_norm(self, part_TH: Tensor) -> Update:
+        """Return the same as ``sum``, or what ``add_rms_norm`` takes instead of it."""
+        return part_TH if self.peers is None else self.peers.sum_for_norm(part_TH)
 
     def join(self, own_TR: Tensor, size: int) -> Tensor:
         """Return ``[T, size]`` of each rank's part of a vocabulary."""

@@ -15,6 +15,7 @@ from specserve.layers.batch import LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.norms import LayerNorm, RMSNorm
+from specserve.layers.ranks import summed
 from specserve.layers.rotary import NO_ROPE, RopeConfig
 from specserve.models.config import with_windows
 from specserve.models.llama import LlamaModel
@@ -36,7 +37,7 @@ class CohereLayer(DecoderLayer):
         assert isinstance(x_TH, Tensor)
         attended_TH, residual_TH = self.self_attn(x_TH, residual_TH, call)
         update, _ = self.mlp(call.wanted(x_TH), residual_TH)
-        return update, residual_TH + attended_TH
+        return update, residual_TH + summed(attended_TH)
 
 
 class CohereModel(PartialModel, LlamaModel):

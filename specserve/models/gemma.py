@@ -18,6 +18,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer, reader_of
 from specserve.layers.embedding import root_scale
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
+from specserve.layers.ranks import Update
 from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, rope_config, ropes_by_kind, with_windows
@@ -36,21 +37,21 @@ class GemmaLayer(DecoderLayer):
 
     def enter(
         self,
-        x_TH: Tensor,
+        x_TH: Update,
         residual_TH: Tensor,
         first_H: Tensor | None = None,
         scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH, first_H, scale_1)
 
-    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Any, ...]:
         update, residual_TH = self.self_attn(x_TH, residual_TH, call)
         first_H = self.post_attention_layernorm.weight
         normed = self.pre_feedforward_layernorm.add_for(reader_of(self.mlp), update, residual_TH, first_H)
         return *self.feed_forward(*normed), self.post_feedforward_layernorm.weight
 
-    def feed_forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = self.mlp(x_TH, residual_TH)
+    def feed_forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
+        out: tuple[Update, Tensor] = self.mlp(x_TH, residual_TH)
         return out
 
 

@@ -19,6 +19,7 @@ from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import Attention
 from specserve.layers.experts import Experts, Router
 from specserve.layers.norms import RMSNorm, WideRMSNorm
+from specserve.layers.ranks import Update, summed
 from specserve.models.gemma import GemmaLayer
 
 
@@ -87,12 +88,12 @@ class Gemma4Layer(GemmaLayer):
             self.per_layer_projection = new(name, inputs, {"per_layer_projection": size}, False)
             self.post_per_layer_input_norm = self.norm_class(size, eps)
 
-    def feed_forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
         update_TH, residual_TH = super().feed_forward(x_TH, residual_TH)
         if self.router is not None:
             read_TH, routes = self.pre_feedforward_layernorm_2(residual_TH), self.router(residual_TH)
             mixed_TH = self.ranks.sum(self.experts(read_TH, routes))
-            update_TH = self.post_feedforward_layernorm_1(update_TH)
+            update_TH = self.post_feedforward_layernorm_1(summed(update_TH))
             update_TH += self.post_feedforward_layernorm_2(mixed_TH)
         return update_TH, residual_TH
 
@@ -101,7 +102,7 @@ class Gemma4Layer(GemmaLayer):
     ) -> tuple[Tensor, ...]:
         update_TH, residual_TH, first_H = super().forward(x_TH, residual_TH, call)
         if input_TP is not None:
-            residual_TH = residual_TH + self.post_feedforward_layernorm(update_TH)
+            residual_TH = residual_TH + self.post_feedforward_layernorm(summed(update_TH))
             gate_TP = F.gelu(self.per_layer_input_gate(residual_TH), approximate="tanh")
             gate_TP *= call.wanted(input_TP)
             update_TH, first_H = self.per_layer_projection(gate_TP), self.post_per_layer_input_norm.weight

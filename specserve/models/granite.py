@@ -12,6 +12,7 @@ from torch import Tensor
 from specserve.layers.batch import LayerCall, Softmax
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer, reader_of
+from specserve.layers.ranks import summed
 from specserve.models.llama import LlamaModel
 
 
@@ -30,9 +31,11 @@ class GraniteLayer(DecoderLayer):
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
         update, residual_TH = self.self_attn(x_TH, residual_TH, call)
-        normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), update * self._scale, residual_TH)
+        normed = self.post_attention_layernorm.add_for(
+            reader_of(self.mlp), summed(update) * self._scale, residual_TH
+        )
         update, residual_TH = self.mlp(*normed)
-        return update * self._scale, residual_TH
+        return summed(update) * self._scale, residual_TH
 
 
 class GraniteModel(LlamaModel):

@@ -13,6 +13,7 @@ from torch import Tensor
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, DecoderLayer
 from specserve.layers.norms import OffsetLayerNorm
+from specserve.layers.ranks import Update
 from specserve.models.llama import LlamaModel
 from specserve.models.partial_rope import PartialModel
 
@@ -22,8 +23,8 @@ class UngatedMLP(MLP):
 
     up = ("up_proj",)
 
-    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ranks.sum(self.down_proj(self.activated(self.gate_up_proj(x_TH)))), residual_TH
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
+        return self.ranks.sum_for_norm(self.down_proj(self.activated(self.gate_up_proj(x_TH)))), residual_TH
 
     def activated(self, up_TI: Tensor) -> Tensor:
         return up_TI.relu_().square_()

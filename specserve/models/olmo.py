@@ -16,6 +16,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm, WideRMSNorm
+from specserve.layers.ranks import Update, summed
 from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
 from specserve.models.config import ropes_by_kind, with_windows
@@ -57,15 +58,15 @@ class OlmoLayer(DecoderLayer):
         stream_TH = embedding(tokens_T)
         return stream_TH, stream_TH
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        stream_TH = x_TH + residual_TH
+    def enter(self, x_TH: Update, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+        stream_TH = summed(x_TH) + residual_TH
         return stream_TH, stream_TH
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
         update, residual_TH = self.self_attn(x_TH, residual_TH, call)
-        stream_TH = residual_TH + self.post_attention_layernorm(update)
+        stream_TH = residual_TH + self.post_attention_layernorm(summed(update))
         update, _ = self.mlp(stream_TH, stream_TH)
-        return self.post_feedforward_layernorm(update), stream_TH
+        return self.post_feedforward_layernorm(summed(update)), stream_TH
 
 
 class OlmoModel(TargetModel):

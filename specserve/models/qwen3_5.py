@@ -20,6 +20,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.delta_net import GatedDeltaNet
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
+from specserve.layers.ranks import Update
 from specserve.models.config import FULL
 from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import with_experts
@@ -59,13 +60,13 @@ class DeltaLayer(AttentionLayer):
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.mlp = self.make_mlp(config, layer)
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+    def enter(self, x_TH: Update, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         return self.input_layernorm.add(x_TH, residual_TH)
 
-    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, ...]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Any, ...]:
         assert isinstance(x_TH, Tensor)
         stream = self.linear_attn(x_TH, residual_TH, call)
-        out: tuple[Tensor, Tensor] = self.mlp(
+        out: tuple[Update, Tensor] = self.mlp(
             *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         )
         return out

@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+from specserve_kernels import Parts
 from torch import Tensor
 
-from specserve.layers.ranks import FLAG, Peers
+from specserve.layers.ranks import FLAG, Peers, Update
 
 ON_ONE = "RANKS_SHARE_GPU"
 """The environment variable that allows it, for tests: they take turns of milliseconds."""
@@ -57,7 +58,8 @@ class ShapePeers(Peers):
     """The others in a dry run, which launches on ``meta`` tensors what any size is exchanged by."""
 
     def __init__(self, count: int) -> None:
-        from specserve_kernels.ops.ranks.exchange import PROGRAMS, Shared
+        from specserve_kernels import Shared
+        from specserve_kernels.ops.ranks.exchange import PROGRAMS
 
         sizes = count + 1, PROGRAMS
         self._shared = Shared(0, *(torch.empty(size, dtype=torch.int64, device="meta") for size in sizes))
@@ -74,6 +76,17 @@ class ShapePeers(Peers):
             sum_parts(part, self._shared, two_shot=True)
         return sum_parts(part, self._shared, two_shot=False)
 
+    def sum_for_norm(self, part_TH: Tensor) -> Update:
+        return _left_to_norm(part_TH, self._shared) or self.sum(part_TH)
+
+
+def _left_to_norm(part_TH: Tensor, shared: Any) -> Parts | None:
+    """Return what a norm's launch adds, None if it can't."""
+    from specserve_kernels.ops.ranks.exchange import sums_rows
+
+    on_gpu = part_TH.is_cuda or part_TH.is_meta
+    return Parts(part_TH, shared) if on_gpu and sums_rows(part_TH, shared.ranks) else None
+
 
 class GpuPeers(Peers):
     """The others of ``rank``."""
@@ -88,7 +101,8 @@ class GpuPeers(Peers):
 
     def connect(self) -> None:
         """Make this rank's memory, and map that of all others. Raises RankGone, and ValueError if it can't be."""
-        from specserve_kernels.ops.ranks.exchange import PROGRAMS, Shared, shared_bytes
+        from specserve_kernels import Shared
+        from specserve_kernels.ops.ranks.exchange import PROGRAMS, shared_bytes
 
         device = torch.device("cuda", torch.cuda.current_device())
         counts = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)  # opens the context
@@ -136,6 +150,9 @@ class GpuPeers(Peers):
         from specserve_kernels.ops.ranks.exchange import sum_parts
 
         return sum_parts(part.contiguous(), self._shared)
+
+    def sum_for_norm(self, part_TH: Tensor) -> Update:
+        return _left_to_norm(part_TH, self._shared) or self.sum(part_TH)
 
     def expect_within(self, seconds: float) -> None:
         """Let no kernel wait for longer, by the time that ``pass_time`` counts."""

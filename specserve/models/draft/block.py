@@ -25,6 +25,7 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
+from specserve.layers.ranks import Update, summed
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.models.base import TargetModel
 from specserve.models.draft.load import Borrowed, DraftModule
@@ -188,7 +189,7 @@ class ConvLayer(DecoderLayer):
         self.attention_conv = BlockConv(config.hidden_size, block, *conv)
         self.mlp_conv = BlockConv(config.hidden_size, block, *conv)
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, x_TH: Update, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         return self.input_layernorm.add(x_TH, residual_TH)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -196,11 +197,11 @@ class ConvLayer(DecoderLayer):
         conv = self.attention_conv
         before, after = conv.weights(x_TH)
         out_TH, residual_TH = self.self_attn(conv.mix(x_TH, before), residual_TH, call)
-        x_TH, residual_TH = self.post_attention_layernorm.add(conv.mix(out_TH, after), residual_TH)
+        x_TH, residual_TH = self.post_attention_layernorm.add(conv.mix(summed(out_TH), after), residual_TH)
         conv = self.mlp_conv
         before, after = conv.weights(x_TH)
         out_TH, residual_TH = self.mlp(conv.mix(x_TH, before), residual_TH)
-        return conv.mix(out_TH, after), residual_TH
+        return conv.mix(summed(out_TH), after), residual_TH
 
 
 class BlockHead(DraftModule):

@@ -21,6 +21,7 @@ from specserve.layers.latent import Projected
 from specserve.layers.latent_attention import LatentAttention
 from specserve.layers.linear import Linear, rounds_in_place
 from specserve.layers.norms import RMSNorm
+from specserve.layers.ranks import Update, summed
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.draft.load import Borrowed, DraftModule
@@ -125,12 +126,12 @@ class LayerHead(DraftModule):
         positions_N: Tensor,
         attend: Attend,
         source_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Update, Tensor]:
         """Return the MLP's output, and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
         rope = Rope(self.rope_P2R, positions_N, self.config.rope.interleaved)
         stream = self.self_attn(x_NI, residual_NH, LayerCall(rope, attend))
-        out: tuple[Tensor, Tensor] = self.mlp(
+        out: tuple[Update, Tensor] = self.mlp(
             *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         )
         return out
@@ -146,14 +147,14 @@ class LayerHead(DraftModule):
         norm = self._final_norm
         if norm is not None and self.config.recycle_normed:
             return norm.add(mlp_NH, residual_NH)[0]
-        return residual_NH + mlp_NH
+        return residual_NH + summed(mlp_NH)
 
     def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the ``logits`` of the states, and the states. Arguments as for ``_layer``."""
         mlp_NH, residual_NH = self._layer(*args, **kwargs)
         norm = self._final_norm
         if norm is None:
-            states_NH = residual_NH + mlp_NH
+            states_NH = residual_NH + summed(mlp_NH)
             return self._scores(states_NH), states_NH
         if self.config.recycle_normed:
             normed_NH, _ = norm.add(mlp_NH, residual_NH)

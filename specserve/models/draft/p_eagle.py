@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from specserve.layers.batch import Attend, LayerCall
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.embedding import Embedding
+from specserve.layers.ranks import Update
 from specserve.layers.rotary import Rope
 from specserve.models.config import COUNT, OBJECT, check, read_json
 from specserve.models.draft.eagle3 import Eagle3Head
@@ -50,7 +51,7 @@ class PEagleHead(Eagle3Head):
         positions_N: Tensor,
         attend: Attend,
         source_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Update, Tensor]:
         stream = super()._layer(tokens_N, features_XH, positions_N, attend, source_N)
         call = LayerCall(Rope(self.rope_P2R, positions_N), attend)
         for each in self.layers.values():

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from specserve_kernels.ops.linear.quantize import empty_rounded, store_rounded, store_rounded_row
 from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.ranks import exchange
+from specserve_kernels.ops.ranks.exchange import sum_row
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
+from specserve_kernels.types import Parts
 
 PER_WARP = 512  # elements of a row that a warp holds: in 16 bits, two 16-byte loads for each thread
 
@@ -65,19 +68,19 @@ def embed_rms_norm(
 
 
 def add_rms_norm(
-    x_TH: Tensor,
+    x_TH: Tensor | Parts,
     residual_TH: Tensor,
     weight_H: Tensor,
     eps: float,
     first_H: Tensor | None = None,
     scale_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    out_TH = torch.empty_like(x_TH)
+    out_TH = torch.empty_like(residual_TH)
     return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out_TH, out_TH)
 
 
 def add_rms_norm_rounded(
-    x_TH: Tensor,
+    x_TH: Tensor | Parts,
     residual_TH: Tensor,
     weight_H: Tensor,
     eps: float,
@@ -85,12 +88,12 @@ def add_rms_norm_rounded(
     first_H: Tensor | None = None,
     scale_1: Tensor | None = None,
 ) -> tuple[Rounded, Tensor]:
-    out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH, dtype)
+    out = empty_rounded(len(residual_TH), residual_TH.shape[1], residual_TH, dtype)
     return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out.values, out.unit_GT)
 
 
 def _add_rms_norm(
-    x_TH: Tensor,
+    x_TH: Tensor | Parts,
     residual_TH: Tensor,
     weight_H: Tensor,
     eps: float,
@@ -100,10 +103,11 @@ def _add_rms_norm(
     unit_GT: Tensor,
 ) -> Tensor:
     """Write the norm of the sum, quantized if ``out`` has 8 bits, and return the sum."""
-    total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
+    total_TH, (tokens, width) = torch.empty_like(residual_TH), residual_TH.shape
+    own_TH, shared = (x_TH, None) if isinstance(x_TH, Tensor) else x_TH
     block, warps = row_launch(width)
     _add_rms_norm_kernel[(tokens,)](
-        x_TH,
+        own_TH,
         residual_TH,
         weight_H,
         first_H,
@@ -111,11 +115,17 @@ def _add_rms_norm(
         out,
         unit_GT,
         total_TH,
-        x_TH.stride(0),
+        None if shared is None else shared.addresses,
+        None if shared is None else shared.counts,
+        0 if shared is None else shared.rank,
+        own_TH.stride(0),
         residual_TH.stride(0),
         out.stride(0),
         tokens,
         eps,
+        N=1 if shared is None else shared.ranks,
+        P=exchange.PROGRAMS,
+        BYTES=exchange.SLOT,
         H=width,
         BLOCK=max(block, GROUP),
         ROUNDED=out.element_size() == 1,
@@ -190,7 +200,7 @@ def _embed_rms_norm_kernel(
     tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["rank", "tokens"])
 def _add_rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
@@ -200,11 +210,17 @@ def _add_rms_norm_kernel(
     out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED, or int8 [2T, H]
     unit_ptr,  # [G, T] float32, if ROUNDED
     total_ptr,  # [T, H]
+    addresses_ptr,  # [N + 1]; None: x is the sum over ranks
+    counts_ptr,  # [P]
+    rank,
     x_stride,
     residual_stride,
     out_stride,
     tokens,
     eps,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BYTES: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -217,6 +233,8 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
     residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    if addresses_ptr is not None:
+        x = sum_row(x, h, addresses_ptr, counts_ptr, rank, N, P, BYTES)
     if first_ptr is not None:
         x = normed(x, tl.load(first_ptr + h, mask=h < H, other=0), eps, H)
     total = x + residual  # compiled, a norm's product in the same dtype is rounded with it, once

@@ -14,15 +14,14 @@ Shapes: N ranks, P programs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.types import Shared
 
 PROGRAMS = 128  # at most, and as many as run beside each other, even if two ranks share an H200 or H100
 SLOT = 1 << 14  # bytes of a piece
@@ -39,20 +38,6 @@ milliseconds. If they took longer than is between them, a rank that was late onc
 it again."""
 
 
-class Shared(NamedTuple):
-    """What a rank's launches need. ``addresses``: int64 ``[N + 1]``, of the ranks' memory as this one sees it, zero at
-    first, ``shared_bytes`` each; last, of three int64 of the host: ``stop``, a time that the host counts, and after how
-    much of it a wait takes too long, 0 for never. ``counts``: int64 ``[P]``, zero at first."""
-
-    rank: int
-    addresses: Tensor
-    counts: Tensor
-
-    @property
-    def ranks(self) -> int:
-        return len(self.addresses) - 1
-
-
 def shared_bytes(ranks: int) -> int:
     """Return the bytes of each rank's memory: flags ``[P, N]``, then slots ``[P, 2, N]``."""
     return PROGRAMS * ranks * (8 + 2 * SLOT)
@@ -64,7 +49,7 @@ def sum_parts(part: Tensor, shared: Shared, two_shot: bool | None = None) -> Ten
     some and gives the sum to the others."""
     out, ranks = torch.empty_like(part), shared.ranks
     if two_shot is None:
-        two_shot = (ranks - 1) * (ranks - 2) * part.nbytes > ranks * SECOND_SHOT
+        two_shot = _takes_two(part, ranks)
     block, warps = _blocks(part)
     rounds = cdiv(part.numel(), block * ranks if two_shot else block)
     _sum_kernel[(min(rounds, PROGRAMS),)](
@@ -82,6 +67,17 @@ def sum_parts(part: Tensor, shared: Shared, two_shot: bool | None = None) -> Ten
         **overlap(),
     )
     return out
+
+
+def _takes_two(part: Tensor, ranks: int) -> bool:
+    return (ranks - 1) * (ranks - 2) * part.nbytes > ranks * SECOND_SHOT
+
+
+def sums_rows(part_TH: Tensor, ranks: int) -> bool:
+    """Return whether a launch of one program a row can add the parts before it does more."""
+    tokens, width = part_TH.shape
+    fits = tokens <= PROGRAMS and next_power_of_2(width) * part_TH.element_size() <= SLOT
+    return fits and part_TH.dtype.itemsize < 8 and not _takes_two(part_TH, ranks)
 
 
 def gather_parts(part: Tensor, shared: Shared) -> Tensor:
@@ -130,7 +126,6 @@ def _sum_kernel(
 ):
     take_turn(OVERLAP)
     dtype: tl.constexpr = part_ptr.dtype.element_ty
-    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     pieces: tl.constexpr = N if TWO_SHOT else 1  # of a round
     exchanges: tl.constexpr = 2 if TWO_SHOT else 1
     program, step, rounds = tl.program_id(0), tl.num_programs(0), tl.cdiv(size, BLOCK * pieces)
@@ -146,12 +141,7 @@ def _sum_kernel(
             at = first + (to * BLOCK if TWO_SHOT else 0) + i
             x = tl.load(part_ptr + at, mask=at < size, other=0)
             tl.store(_slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES) + i, x)
-        _meet(addresses_ptr, rank, program, count, N)
-        total = tl.zeros((BLOCK,), wide)
-        for source in tl.static_range(N):
-            slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
-            x = tl.load(slot + i, cache_modifier=".cg").to(wide)
-            total = x if source == 0 else total + x
+        total = _add(addresses_ptr, rank, program, count, i, dtype, N, P, BYTES)
         if TWO_SHOT:
             count += 1
             for to in tl.static_range(N):
@@ -164,6 +154,39 @@ def _sum_kernel(
                 tl.store(out_ptr + at, tl.load(slot + i, cache_modifier=".cg"), mask=at < size)
         else:
             tl.store(out_ptr + first + i, total.to(dtype), mask=first + i < size)
+
+
+@triton.jit
+def sum_row(x, i, addresses_ptr, counts_ptr, rank, N: tl.constexpr, P: tl.constexpr, BYTES: tl.constexpr):
+    """Return the sum over ranks of ``x``, the only piece of this program in its launch, at places ``i``."""
+    program = tl.program_id(0)
+    count = tl.atomic_add(counts_ptr + program, tl.cast(1, tl.int64), sem="relaxed", scope="gpu") + 1
+    for to in tl.static_range(N):
+        tl.store(_slot(addresses_ptr, to, rank, program, count, x.dtype, N, P, BYTES) + i, x)
+    return _add(addresses_ptr, rank, program, count, i, x.dtype, N, P, BYTES).to(x.dtype)
+
+
+@triton.jit
+def _add(
+    addresses_ptr,
+    rank,
+    program,
+    count,
+    i,
+    dtype: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Return the sum of all ranks' pieces of exchange ``count``, in at least float32."""
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    _meet(addresses_ptr, rank, program, count, N)
+    total = tl.zeros(i.shape, wide)
+    for source in tl.static_range(N):
+        slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+        x = tl.load(slot + i, cache_modifier=".cg").to(wide)
+        total = x if source == 0 else total + x
+    return total
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
+from specserve_kernels.types import Parts
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, gate_SX: Tensor | None = None) -> Tensor:
@@ -32,7 +33,7 @@ def embed_rms_norm(
 
 
 def add_rms_norm(
-    x_TH: Tensor,
+    x_TH: Tensor | Parts,
     residual_TH: Tensor,
     weight_H: Tensor,
     eps: float,
@@ -41,7 +42,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(rms_norm(total), total)`` with ``total = (x + residual) * scale``, rounded twice. ``first_H``: the
     weight of a norm of x before the sum, with the same eps; None: no norm. ``scale_1`` has the dtype of x,
-    None: 1. No input is changed."""
+    None: 1. No input is changed. ``Parts`` are for a GPU."""
+    assert isinstance(x_TH, Tensor)
     residual_TH = (x_TH if first_H is None else rms_norm(x_TH, first_H, eps)) + residual_TH
     if scale_1 is not None:
         residual_TH *= scale_1
@@ -49,7 +51,7 @@ def add_rms_norm(
 
 
 def add_rms_norm_rounded(
-    x_TH: Tensor,
+    x_TH: Tensor | Parts,
     residual_TH: Tensor,
     weight_H: Tensor,
     eps: float,
