@@ -86,13 +86,15 @@ def test_points() -> None:
     snapshots = Snapshots(9, {END}, 8)
     lengths = 9, 3, 20, 2, 4, 6
     chat = [token for length in lengths for token in (*text(length - 1), END)] + text(3)
-    assert snapshots.points(chat, 0, 0, PAGE) == [8, 32, 44]
-    assert snapshots.points(chat, 8, 20, PAGE) == [20, 32, 44]
-    assert snapshots.points(text(80), 0, 40, PAGE) == [32, 40, 64, 76]
+    assert snapshots.points(chat, 0, 0, PAGE) == [8, 32, 47]
+    assert snapshots.points(chat, 8, 20, PAGE) == [20, 32, 47]
+    assert snapshots.points(text(80), 0, 40, PAGE) == [32, 40, 64, 76], "its last page would be whole"
     assert snapshots.points(text(70), 0, 4, PAGE) == [32, 64]
-    assert snapshots.points(text(70), 32, 32, PAGE, forked=True) == [64, 68]
+    assert snapshots.points(text(70), 32, 32, PAGE, forked=True) == [64, 70]
+    assert snapshots.points(text(74), 64, 64, 16, forked=True) == []
+    assert snapshots.points(text(74), 32, 32, 16, forked=True) == [64], "another block has begun"
     assert snapshots.points([*text(6), END], 0, 0, 64) == []
-    assert Snapshots(4, {END}, 8).points(text(170), 0, 0, PAGE) == [96, 168], "half of the room"
+    assert Snapshots(4, {END}, 8).points(text(170), 0, 0, PAGE) == [96, 170], "half of the room"
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
@@ -106,11 +108,13 @@ def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
     turn += [*answer.tokens, END, *text(11), END, *begin]
     assert engines.cached(turn, turn) == [36, 52], "the answer; the other of a fork"
     assert engines.cached(turn) == [52]
+    uncut = text(46)
+    assert [engines.cached(uncut) for _ in range(2)] == [[0], [44]]
     raw, shared = text(60), 52
     assert engines.cached(raw) == [0]
     assert engines.cached(raw) == [56], "all but the last token's page"
     assert [engines.cached([*raw[:shared], *text(9)]) for _ in range(3)] == [[32], [52], [52]]
-    assert engines.scheduler.stats().cached_tokens == 16 + 36 + 52 + 52 + 56 + 32 + 52 + 52
+    assert engines.scheduler.stats().cached_tokens == 16 + 36 + 52 + 52 + 44 + 56 + 32 + 52 + 52
     begin = text(48)
     assert engines.cached(*([*begin, *text(5)] for _ in range(3))) == [0, 48, 48], (
         "who comes first cuts for others"
@@ -180,10 +184,10 @@ def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
     client = Client(make_scheduler(target, page_size=PAGE, overlap_schedule="on"))
     found = []
     for index in range(2):
-        client.submit(str(index), text(50), PARAMS)
+        client.submit(str(index), text(52), PARAMS)
         client.iterate()
         found.append(client.scheduler.running[-1].prefilled)
-    assert found == [50, 48]
+    assert found == [52, 48]
     client.run()
 
 

@@ -87,7 +87,8 @@ class Memory:
         same = min(same, most) // self.page_size * self.page_size
         if self._snapshots is None:
             return same
-        point = max((point for point in other.points if point <= same), default=0)
+        ends = (point // self.page_size * self.page_size for point in other.points)
+        point = max((end for end in ends if end <= same), default=0)
         if same - max(point, other.prefilled) < LAUNCH_COST:
             return point
         insort(other.points, same)

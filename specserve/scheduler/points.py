@@ -1,5 +1,5 @@
 """Where prompts are cut, so that a snapshot of their state can be kept: a launch leaves the state after its last token.
-Where requests end, they leave theirs without a cut.
+Where prompts and requests end, it serves at the end of the last page, mostly without a cut.
 
 Points are ends of pages: where a text leaves a cached one, the last of messages and of prompts, and every 1,024 tokens.
 A cut costs a launch, so that of messages and prompts none is a point which would save less than that.
@@ -46,7 +46,10 @@ class Snapshots:
         found = sorted({*found, *range(step, most + 1, step)})
         if forked or _far(most, found):
             found.append(most)
-        return [point for point in sorted({*found}) if point > cached]
+        found = [point for point in sorted({*found}) if point > cached]
+        if found[-1:] == [most] and len(tokens) % page_size and self.serves(len(tokens), most):
+            found[-1] = len(tokens)  # without a cut
+        return found
 
 
 def _far(end: int, points: Sequence[int]) -> bool:
