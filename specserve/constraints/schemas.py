@@ -19,6 +19,9 @@ DATA = ("enum", "const")
 NOTES = (
     *("default", "example", "examples"),
     *("title", "description", "$comment", "deprecated", "readOnly", "writeOnly"),
+    *("contentEncoding", "contentMediaType", "contentSchema"),
+    *("nullable", "discriminator", "externalDocs", "xml"),  # OpenAPI's
+    *("optional", "strict"),  # often written, and known to no standard
 )
 KINDS: Mapping[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
@@ -88,7 +91,9 @@ def enforceable(schema: Any) -> Any:
         return schema
     kept = {}
     for keyword, value in schema.items():
-        if keyword in NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
+        if keyword in NOTES or str(keyword).startswith("x-"):
+            continue
+        if any(value == each for each in _NEUTRAL.get(keyword, ())):
             continue
         if keyword in DATA:
             _check_exact(value)

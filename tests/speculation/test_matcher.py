@@ -186,6 +186,10 @@ def test_keywords_that_ask_for_nothing() -> None:
         "unevaluatedProperties": True,
         "not": False,
         "default": 2**60,
+        "nullable": True,
+        "discriminator": {"propertyName": "uniqueItems"},
+        "x-order": ["uniqueItems"],
+        "strict": True,
     }
     assert grammar.json_schema({**asked, **nothing}) == grammar.json_schema(asked)
     secret = {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": False}
