@@ -347,7 +347,7 @@ def test_pair_inputs(draw, width: int, gathered: bool, normed: bool) -> None:
         assert torch.equal(pair, expected[0])
 
 
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 64, 512), (5, 40, 200), (16, 33, 1024)])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 64, 512), (5, 40, 200), (37, 33, 1024)])
 def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
     x, weight = draw(tokens, inputs + 8)[:, :inputs], draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
@@ -415,5 +415,3 @@ def test_a_place_that_is_wrong(draw) -> None:
         for given, gated, place in wrong:
             with pytest.raises(ValueError, match="out_TO: expected contiguous"):
                 version(x, weight, given, gated, place)
-    with pytest.raises(ValueError, match="at most 16, not 17"):
-        linear.linear_few(draw(17, 64).half(), weight.half())

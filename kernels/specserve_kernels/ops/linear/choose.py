@@ -3,7 +3,7 @@
 | weight | tokens | kernel | where |
 |---|---|---|---|
 | 16 bits, no bias | 9 to 128 | ``swap_ab`` | Hopper, if its programs fill the device |
-| 16 bits, no bias | up to 16 | ``few`` | all but wide heads |
+| 16 bits, no bias | up to 16; all for at most 128 outputs | ``few`` | all but wide heads |
 | 16 bits | others | ``cublas`` | |
 | as in a file, FP8, int8, 4 bits | up to 16 | ``streamed`` | Hopper, not gated |
 | as in a file, int8, 4 bits | from 17, 33 or 65 on | ``specialized`` | Hopper, not gated, programs fill it |
@@ -40,6 +40,7 @@ MANY_OUTPUTS = 16384  # from this many on, tiles are wide
 LONE = 64  # most tokens for which a program of ``swap_ab`` has its multiprocessor to itself
 _HALF_EMPTY = 96  # most tokens for which a tile of 128 takes as long as cuBLAS
 _FULL = 0.7  # least share of the multiprocessors that programs of ``swap_ab`` occupy, over all waves
+_NARROW = 128  # outputs for which cuBLAS has one program: 85 microseconds for 64 tokens of 4,096 inputs
 _HEAD = 1 << 16  # outputs from which a weight is a target's head, which cuBLAS multiplies
 FEW_OUTPUTS = 32  # of a program of ``few``, if multiprocessors have one or two programs each
 ROWS_EACH = 64  # outputs of a block that the copy engine brings
@@ -70,6 +71,8 @@ def for_plain(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: boo
         return "cublas"
     if _swaps(x_TI, weight_OI, gated):
         return "swap_ab"
+    if len(weight_OI) <= _NARROW:
+        return "few"
     limits = limits_of(x_TI.device)
     most = _HEAD if overlap()["OVERLAP"] else limits.processors * FEW_OUTPUTS
     return "few" if len(x_TI) <= FEW_TOKENS and len(weight_OI) <= most else "cublas"

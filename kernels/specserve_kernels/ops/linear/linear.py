@@ -44,18 +44,16 @@ def linear(
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: Gate = None) -> Tensor:
-    """Run the kernel, for at most 16 tokens in bf16 or fp16. Uses ``torch.nn.functional.linear`` if the device's shared
-    memory is too small. Raises ValueError for more tokens."""
-    tokens, inputs = x_TI.shape
-    if tokens > FEW_TOKENS:
-        raise ValueError(f"tokens: at most {FEW_TOKENS}, not {tokens}")
-    outputs = weight_OI.shape[0]
+    """Run the kernel, in bf16 or fp16, whose programs have 16 tokens each. Uses ``torch.nn.functional.linear`` if the
+    device's shared memory is too small."""
+    (tokens, inputs), outputs = x_TI.shape, len(weight_OI)
     chosen = launch_config(outputs, limits_of(x_TI.device))
     if chosen is None:
         out_TO = torch.nn.functional.linear(x_TI, weight_OI)
         return apply_gate(out_TO, gated)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
-    _linear_kernel[(cdiv(out_TO.shape[1], chosen.outputs // 2 if gated else chosen.outputs),)](
+    blocks = cdiv(out_TO.shape[1], chosen.outputs // 2 if gated else chosen.outputs)
+    _linear_kernel[(blocks, cdiv(tokens, FEW_TOKENS))](
         x_TI,
         weight_OI,
         out_TO,
@@ -103,10 +101,10 @@ def _linear_kernel(
     BLOCK_I: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    t = tl.arange(0, BLOCK_T)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, BLOCK_I)
     o, inside_o = outputs_of(tl.program_id(0), O, BLOCK_O, GATED)
-    x_ptrs = x_ptr + t[:, None] * stride + i[None, :]
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride + i[None, :]
     weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
     take_turn(OVERLAP)
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
