@@ -1,11 +1,13 @@
 """The choice of experts on a GPU, and the order in which they are run.
 
-A program computes the logits of some experts for a block of tokens. The last of a block to arrive chooses for its
-tokens. The last of all blocks, or for many tokens a second launch, puts pairs of a token and one of its experts in
-order and cuts them into tiles: no launch or grid depends on what was chosen. A token's numbers do not depend on other
-tokens: inputs are added in a fixed order, and its block has the same size in every launch.
+A program computes some experts' logits of a block of tokens: of all inputs, or for few tokens of one part of them, with
+its weights loaded before it waits. The last of a block to arrive adds the parts and chooses for its tokens. The last of
+all blocks, or for many tokens a second launch, puts pairs of a token and one of its experts in order and cuts them into
+tiles: no launch or grid depends on what was chosen. A token's numbers do not depend on other tokens: parts have a fixed
+size and are added in order, as are inputs of each, and a block has the same size in every launch.
 
-Shapes: T tokens, H hidden size, E experts, K chosen for each token, P = T * K pairs, B blocks of tokens, X tiles.
+Shapes: T tokens, H hidden size, E experts, K chosen for each token, P = T * K pairs, B blocks of tokens, X tiles, S
+parts of the inputs with programs of their own.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.reference.experts.route import Routes, Routing, Tiles
 
 FEW_TOKENS = 64  # are put in order by the launch that chooses
+SPLIT_TOKENS = 512  # and fewer have a program for each part of the inputs
+FEW_EXPERTS = 32  # have programs for parts of any number of tokens, as they would be few
+BLOCK_E = 16  # experts of a program
+PART = 256  # inputs of a part, of long ones twice as many
+LONG = 4096
 _BLOCK_T = 16  # tokens of a block
-_BLOCK_E = 16  # experts of a program
-_EXPERTS_OF_A_WARP = 32  # with more, pairs that are put in order do not fit into registers
-_LANES = tl.constexpr(4)  # parts of the inputs that are added at the same time, then in order
-_STEPS = tl.constexpr(2.0**40)  # that a sum's largest number is divided into
+_FEWEST = 4  # tokens for which a choice takes a quarter of a block's instructions
+_STEPS = tl.constexpr(2.0**40)  # of the largest score: sums of integers do not depend on their order
 
 
 def pairs_of_tile(pairs: int, experts: int) -> int:
@@ -49,23 +54,29 @@ def route(
     def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return x_TH.new_empty(shape, dtype=dtype)
 
+    part = PART if size <= LONG else 2 * PART
+    parts = cdiv(size, part)
+    split = parts if tokens <= SPLIT_TOKENS or experts <= FEW_EXPERTS else 1
     weight_TK = made(tokens, chosen, dtype=torch.float32)
-    expert_TK, count_BE, order_P, tile_X3 = (
+    expert_TK, rank_TK, count_BE, order_P, tile_X3 = (
+        made(tokens, chosen),
         made(tokens, chosen),
         made(blocks, experts),
         made(pairs),
         made(tiles + 1, 3),
     )
-    warps = max(4, next_power_of_2(experts) // _EXPERTS_OF_A_WARP)
+    choosers = _FEWEST if tokens <= _FEWEST else _BLOCK_T
+    warps = 8 if split > 1 and choosers == _BLOCK_T else max(4, next_power_of_2(experts) // 32)
     place = {"E": experts, "K": chosen, "BLOCK_P": tile, "ROWS": _BLOCK_T, "num_warps": warps, **overlap()}
-    _route_kernel[(blocks, cdiv(experts, _BLOCK_E))](
+    _route_kernel[(blocks, cdiv(experts, BLOCK_E), split)](
         x_TH,
         weight_EH,
         bias_E,
         correction_E,
-        made(tokens, experts, dtype=torch.float32),
+        made(split, tokens, experts, dtype=torch.float32),
         expert_TK,
         weight_TK,
+        rank_TK,
         count_BE,
         order_P,
         tile_X3,
@@ -75,6 +86,8 @@ def route(
         x_TH.stride(0),
         routing.scale,
         H=size,
+        SPLIT=split,
+        EACH=parts // split,
         SAME=x_TH.dtype == weight_EH.dtype,
         SOFTMAX=routing.scores == "softmax",
         NORMALIZE=routing.normalize,
@@ -83,15 +96,25 @@ def route(
         GROUP_BEST=routing.group_best,
         BLOCK_G=next_power_of_2(routing.groups),
         BLOCK_X=next_power_of_2(experts // routing.groups),
-        BLOCK_E=_BLOCK_E,
-        BLOCK_H=128 if x_TH.element_size() == 2 else 32,
-        PLACED=max(_BLOCK_T, next_power_of_2(tokens)) if few else 0,
+        BLOCK_E=BLOCK_E,
+        PART=part,
+        BLOCK_H=part if x_TH.element_size() == 2 else 32,
+        CHOOSERS=choosers,
+        PLACED=next_power_of_2(blocks) if few else 0,
         num_stages=3,
         **place,
     )
     if not few:
         _place_kernel[(cdiv(tokens, FEW_TOKENS),)](
-            expert_TK, count_BE, order_P, tile_X3, tokens, tiles, BLOCK_T=FEW_TOKENS, **place
+            expert_TK,
+            rank_TK,
+            count_BE,
+            order_P,
+            tile_X3,
+            tokens,
+            tiles,
+            BLOCKS=FEW_TOKENS // _BLOCK_T,
+            **place,
         )
     return Routes(expert_TK, weight_TK, Tiles(order_P, tile_X3))
 
@@ -102,9 +125,10 @@ def _route_kernel(
     weight_ptr,  # [E, H]
     bias_ptr,  # [E]
     correction_ptr,  # [E]
-    logits_ptr,  # [T, E]
+    logits_ptr,  # [S, T, E]
     expert_ptr,  # [T, K]
-    weights_ptr,  # [T, K]
+    share_ptr,  # [T, K]
+    rank_ptr,  # [T, K], among the pairs of its block with the same expert
     count_ptr,  # [B, E]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
@@ -114,6 +138,8 @@ def _route_kernel(
     stride,
     scale,
     H: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EACH: tl.constexpr,
     SAME: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -123,7 +149,9 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    CHOOSERS: tl.constexpr,
     PLACED: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -131,32 +159,53 @@ def _route_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``SAME``: inputs and weights have the same dtype; otherwise products are of float32. ``PLACED``: at least the
-    number of tokens if this launch puts pairs in order, otherwise 0."""
+    """``EACH``: parts of a program. ``SAME``: inputs and weights have the same dtype; otherwise products are of
+    float32. ``CHOOSERS``: rows of a block that may be tokens. ``PLACED``: at least the number of blocks if this launch
+    puts pairs in order, otherwise 0."""
     block = tl.program_id(0)
     t, e = block * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    take_turn(OVERLAP)
-    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride
-    logits = _logits(
-        x_ptrs, weight_ptr + e[None, :] * H, (t < tokens)[:, None], (e < E)[None, :], H, BLOCK_H, SAME
-    )
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + e, mask=e < E, other=0).to(tl.float32)[None, :]
-    logits_ptrs = logits_ptr + t.to(tl.int64)[:, None] * E
-    tl.store(logits_ptrs + e[None, :], logits, mask=(t < tokens)[:, None] & (e < E)[None, :])
+    x_ptrs, weight_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride, weight_ptr + e[None, :] * H
+    first = tl.program_id(2) * EACH * PART
+    if EACH == 1 and BLOCK_H == PART:
+        h = first + tl.arange(0, PART)
+        weight = load_settled(weight_ptrs + h[:, None], (e < E)[None, :] & (h < H)[:, None], 0)
+        take_turn(OVERLAP)
+        x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
+        logits = _add_products(x, weight, tl.zeros((ROWS, BLOCK_E), tl.float32), SAME)
+    else:
+        take_turn(OVERLAP)
+        logits = tl.zeros((ROWS, BLOCK_E), tl.float32)
+        for part in range(EACH):
+            sums = tl.zeros((ROWS, BLOCK_E), tl.float32)
+            for step in tl.static_range(PART // BLOCK_H):
+                h = first + part * PART + step * BLOCK_H + tl.arange(0, BLOCK_H)
+                x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
+                weight = tl.load(weight_ptrs + h[:, None], mask=(e < E)[None, :] & (h < H)[:, None], other=0)
+                sums = _add_products(x, weight, sums, SAME)
+            logits = tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), logits)  # not the next product's own
+    part_ptrs = logits_ptr + (tl.program_id(2).to(tl.int64) * tokens + t)[:, None] * E + e[None, :]
+    tl.store(part_ptrs, logits, mask=(t < tokens)[:, None] & (e < E)[None, :])
     tl.debug_barrier()
-    if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") != tl.num_programs(1) - 1:
+    last = tl.num_programs(1) * SPLIT - 1
+    if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") != last:
         return
     tl.store(tickets_ptr + block, 0)
-    f = tl.arange(0, BLOCK_G * BLOCK_X)
+    t, f = block * ROWS + tl.arange(0, CHOOSERS), tl.arange(0, BLOCK_G * BLOCK_X)
     expert = f // BLOCK_X * (E // GROUPS) + f % BLOCK_X
+    expert = tl.max_contiguous(expert, max(2, BLOCK_G * BLOCK_X // 32))  # so that a warp has all of a token's
     there = (f // BLOCK_X < GROUPS) & (f % BLOCK_X < E // GROUPS)
     here = (t < tokens)[:, None] & there[None, :]
-    logits = tl.load(logits_ptrs + expert[None, :], mask=here, other=0, cache_modifier=".cg")
-    logits = tl.where(there[None, :], logits, float("-inf"))
+    logits = tl.zeros((CHOOSERS, BLOCK_G * BLOCK_X), tl.float32)
+    for part in tl.static_range(SPLIT):
+        part_ptrs = logits_ptr + (part * tokens + t).to(tl.int64)[:, None] * E + expert[None, :]
+        logits += tl.load(part_ptrs, mask=here, other=0, cache_modifier=".cg")
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + expert, mask=there, other=0).to(tl.float32)[None, :]
     if SOFTMAX:
+        logits = tl.where(there[None, :], logits, float("-inf"))
         score = tl.exp(logits - tl.max(logits, 1)[:, None])
-        score = score / _row_sums(score)[:, None]
+        total = tl.sum((score * _STEPS).to(tl.int64), 1).to(tl.float32) * (1 / _STEPS)
+        score = score / total[:, None]
     else:
         score = 1 / (1 + tl.exp(-logits))
     wish = score
@@ -166,74 +215,73 @@ def _route_kernel(
     wish = tl.where(there[None, :], wish, float("-inf"))
     if GROUPS > 1:
         wish = _within_groups(wish, GROUPS, CHOSEN_GROUPS, GROUP_BEST, BLOCK_G, BLOCK_X)
-    chosen = f[None, :] < tl.zeros((ROWS, 1), tl.int32)
+    wish = _in_order(wish)
+    chosen, total = f[None, :] < tl.zeros((CHOOSERS, 1), tl.int32), tl.zeros((CHOOSERS,), tl.float32)
     for _ in tl.static_range(K):
-        _, best = tl.max(wish, 1, return_indices=True)
-        hit = f[None, :] == best[:, None]
+        best = tl.max(wish, 1)
+        at = tl.min(tl.where(wish == best[:, None], f[None, :], BLOCK_G * BLOCK_X), 1)
+        hit = f[None, :] == at[:, None]
         chosen = chosen | hit
-        wish = tl.where(hit, float("-inf"), wish)
-    weight = tl.where(chosen, score, 0.0)
+        wish = tl.where(hit, -(2**31), wish)
+        if NORMALIZE:
+            found = tl.where(hit, score.to(tl.int32, bitcast=True), 0)  # no score is negative
+            total += tl.max(found, 1).to(tl.float32, bitcast=True)
+    weight = score
     if NORMALIZE:
-        weight = weight / (_row_sums(weight) + 1e-20)[:, None]
+        weight = weight / (total + 1e-20)[:, None]
     chosen = chosen & here
     taken = chosen.to(tl.int32)
-    rank = t.to(tl.int64)[:, None] * K + tl.cumsum(taken, 1) - taken
-    tl.store(expert_ptr + rank, tl.broadcast_to(expert[None, :], rank.shape), mask=chosen)
-    tl.store(weights_ptr + rank, weight * scale, mask=chosen)
-    tl.store(count_ptr + block * E + expert, tl.sum(taken, 0), mask=there)
-    if PLACED:
-        last = tl.num_programs(0)
+    pair = t[:, None] * K + tl.cumsum(taken, 1) - taken
+    rank = tl.cumsum(taken, 0) - taken
+    count = tl.sum(taken, 0, keep_dims=True)
+    tl.store(expert_ptr + pair, tl.broadcast_to(expert[None, :], pair.shape), mask=chosen)
+    tl.store(share_ptr + pair, weight * scale, mask=chosen)
+    if PLACED == 1:
+        begin, tile, used = _begins(count, BLOCK_P)
+        tl.store(order_ptr + begin + rank, pair, mask=chosen)
+        tile_ptrs = tile_ptr + tl.broadcast_to(tile * 3, rank.shape)
+        _store_tiles(tile_ptrs, expert[None, :], begin, begin + count, chosen & (rank == 0))
+        _store_unused(tile_ptr, used, tiles, E)
+    else:
+        tl.store(rank_ptr + pair, rank, mask=chosen)
+        tl.store(count_ptr + block * E + expert[None, :], count, mask=there[None, :])
+    if PLACED > 1:
         tl.debug_barrier()
+        last = tl.num_programs(0)
         if tl.atomic_add(tickets_ptr + last, 1, sem="acq_rel", scope="gpu") != last - 1:
             return
         tl.store(tickets_ptr + last, 0)
-        _place(expert_ptr, count_ptr, order_ptr, tile_ptr, 0, tokens, tiles, E, K, PLACED, BLOCK_P, ROWS)
+        count = _counts(count_ptr, 0, tokens, E, PLACED, ROWS)
+        _place(
+            expert_ptr,
+            rank_ptr,
+            count,
+            0,
+            tl.sum(count, 0, keep_dims=True),
+            order_ptr,
+            tile_ptr,
+            0,
+            tokens,
+            tiles,
+            E,
+            K,
+            BLOCK_P,
+            ROWS,
+        )
 
 
 @triton.jit
-def _logits(
-    x_ptrs, weight_ptrs, there_t, there_e, H: tl.constexpr, BLOCK_H: tl.constexpr, SAME: tl.constexpr
-):
-    """Return products of inputs and weights: of the inputs' four parts at the same time, because each waits for the
-    one before it."""
-    PART: tl.constexpr = (H + _LANES * BLOCK_H - 1) // (_LANES * BLOCK_H) * BLOCK_H
-    nothing = tl.zeros((x_ptrs.shape[0], weight_ptrs.shape[1]), tl.float32)
-    first, second, third, fourth = nothing, nothing, nothing, nothing
-    for start in range(0, PART, BLOCK_H):
-        first = _times(x_ptrs, weight_ptrs, start, there_t, there_e, first, H, BLOCK_H, SAME)
-        second = _times(x_ptrs, weight_ptrs, PART + start, there_t, there_e, second, H, BLOCK_H, SAME)
-        third = _times(x_ptrs, weight_ptrs, 2 * PART + start, there_t, there_e, third, H, BLOCK_H, SAME)
-        fourth = _times(x_ptrs, weight_ptrs, 3 * PART + start, there_t, there_e, fourth, H, BLOCK_H, SAME)
-    return first + second + third + fourth
-
-
-@triton.jit
-def _times(
-    x_ptrs,
-    weight_ptrs,
-    start,
-    there_t,
-    there_e,
-    sums,
-    H: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    SAME: tl.constexpr,
-):
-    h = start + tl.arange(0, BLOCK_H)
-    x = tl.load(x_ptrs + h[None, :], mask=there_t & (h < H)[None, :], other=0)
-    weight = tl.load(weight_ptrs + h[:, None], mask=there_e & (h < H)[:, None], other=0)
+def _add_products(x, weight, sums, SAME: tl.constexpr):
     if not SAME:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     return tl.dot(x, weight, sums, input_precision="ieee")
 
 
 @triton.jit
-def _row_sums(x):
-    """Return the sums of rows without negative numbers. Integers are added: a sum of floats would have the order of a
-    layout, which the compiler chooses for each kernel."""
-    top = tl.maximum(tl.max(x, 1), 1e-30)
-    sums = tl.sum((x / top[:, None] * _STEPS).to(tl.int64), 1)
-    return sums.to(tl.float32) * (top / _STEPS)
+def _in_order(x):
+    """Return integers in the order of floats, except NaN, of which a warp finds the largest in one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # of one zero
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -267,6 +315,7 @@ def _within_groups(
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _place_kernel(
     expert_ptr,  # [T, K]
+    rank_ptr,  # [T, K]
     count_ptr,  # [B, E]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
@@ -274,20 +323,55 @@ def _place_kernel(
     tiles,
     E: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK_T
+    first = tl.program_id(0) * BLOCKS
     take_turn(OVERLAP)
-    _place(expert_ptr, count_ptr, order_ptr, tile_ptr, first, tokens, tiles, E, K, BLOCK_T, BLOCK_P, ROWS)
+    before = tl.zeros((1, triton.next_power_of_2(E)), tl.int32)
+    total = before
+    for start in range(0, tl.cdiv(tokens, ROWS), 16):
+        count = _counts(count_ptr, start, tokens, E, 16, ROWS)
+        earlier = tl.where((start + tl.arange(0, 16) < first)[:, None], count, 0)
+        before += tl.sum(earlier, 0, keep_dims=True)
+        total += tl.sum(count, 0, keep_dims=True)
+    count = _counts(count_ptr, first, tokens, E, BLOCKS, ROWS)
+    _place(
+        expert_ptr,
+        rank_ptr,
+        count,
+        before,
+        total,
+        order_ptr,
+        tile_ptr,
+        first * ROWS,
+        tokens,
+        tiles,
+        E,
+        K,
+        BLOCK_P,
+        ROWS,
+    )
+
+
+@triton.jit
+def _counts(count_ptr, first, tokens, E: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    """Load how many pairs of some blocks each expert has. Bypasses L1, which is not coherent with other programs'
+    stores."""
+    b, e = first + tl.arange(0, BLOCKS), tl.arange(0, triton.next_power_of_2(E))
+    there = (b * ROWS < tokens)[:, None] & (e < E)[None, :]
+    return tl.load(count_ptr + b[:, None] * E + e[None, :], mask=there, other=0, cache_modifier=".cg")
 
 
 @triton.jit
 def _place(
     expert_ptr,
-    count_ptr,
+    rank_ptr,
+    count,
+    before,
+    total,
     order_ptr,
     tile_ptr,
     first,
@@ -295,37 +379,49 @@ def _place(
     tiles,
     E: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Put the pairs of the tokens from ``first`` on where they belong, and those tiles that begin with one of them.
-    Bypasses L1, which is not coherent with other programs' stores."""
-    t, e = first + tl.arange(0, BLOCK_T), tl.arange(0, triton.next_power_of_2(E))
-    before, total = tl.zeros(e.shape, tl.int32), tl.zeros(e.shape, tl.int32)
-    for start in range(0, tl.cdiv(tokens, ROWS), 16):
-        b = start + tl.arange(0, 16)
-        wanted = (b * ROWS < tokens)[:, None] & (e < E)[None, :]
-        count = tl.load(count_ptr + b[:, None] * E + e[None, :], mask=wanted, other=0, cache_modifier=".cg")
-        before += tl.sum(tl.where((b * ROWS < first)[:, None], count, 0), 0)
-        total += tl.sum(count, 0)
-    needed = (total + BLOCK_P - 1) // BLOCK_P
-    begin, tile, used = tl.cumsum(total) - total, tl.cumsum(needed) - needed, tl.sum(needed)
-    place = tl.zeros((BLOCK_T, e.shape[0]), tl.int32)  # of an expert among the token's, counted from 1
-    for k in tl.static_range(K):
-        expert = tl.load(expert_ptr + t * K + k, mask=t < tokens, other=-1, cache_modifier=".cg")
-        place = tl.where(expert[:, None] == e[None, :], k + 1, place)
-    chosen = place > 0
-    rank = before[None, :] + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    position = begin[None, :] + rank
-    tl.store(order_ptr + position, t[:, None] * K + place - 1, mask=chosen)
-    tile_ptrs = tile_ptr + (tile[None, :] + rank // BLOCK_P) * 3
-    starts = chosen & (rank % BLOCK_P == 0)
-    tl.store(tile_ptrs, tl.broadcast_to(e[None, :], place.shape), mask=starts)
-    tl.store(tile_ptrs + 1, position, mask=starts)
-    tl.store(tile_ptrs + 2, tl.broadcast_to((begin + total)[None, :], place.shape), mask=starts)
+    """Put the pairs of the tokens from ``first`` on where they belong: ``count`` of each block and expert, after
+    ``before`` of other tokens, of ``total``. Put an expert's tiles, no more than all tokens would have, where they
+    belong, if they would begin with one of these tokens."""
+    BLOCKS: tl.constexpr = count.shape[0]
+    WIDTH: tl.constexpr = count.shape[1]
+    PAIRS: tl.constexpr = BLOCKS * ROWS * K
+    q = tl.arange(0, triton.next_power_of_2(PAIRS))
+    pair = first * K + q
+    wanted = (q < PAIRS) & (pair < tokens * K)
+    expert = tl.load(expert_ptr + pair, mask=wanted, other=0, cache_modifier=".cg")
+    rank = tl.load(rank_ptr + pair, mask=wanted, other=0, cache_modifier=".cg")
+    begin, tile, used = _begins(total, BLOCK_P)
+    for token in range(tl.cdiv(first, BLOCK_P) * BLOCK_P, min(first + BLOCKS * ROWS, tokens), BLOCK_P):
+        tile_ptrs = tile_ptr + (tile + token // BLOCK_P) * 3
+        _store_tiles(tile_ptrs, tl.arange(0, WIDTH)[None, :], begin + token, begin + total, token < total)
     if first == 0:
-        for start in range(used, tiles, 128):
-            unused = start + tl.arange(0, 128)
-            tl.store(tile_ptr + unused * 3, tl.full((128,), E, tl.int32), mask=unused < tiles)
-        tl.store(tile_ptr + tiles * 3, used)
+        _store_unused(tile_ptr, used, tiles, E)
+    begin = tl.reshape(begin + before + tl.cumsum(count, 0) - count, (BLOCKS * WIDTH,))
+    begin = tl.gather(begin, q // (ROWS * K) % BLOCKS * WIDTH + expert, 0)
+    tl.store(order_ptr + begin + rank, pair, mask=wanted)
+
+
+@triton.jit
+def _begins(count, BLOCK_P: tl.constexpr):
+    """Return where each expert's pairs and tiles begin, and how many tiles there are, of ``[1, E]`` counts."""
+    needed = (count + BLOCK_P - 1) // BLOCK_P
+    ends = tl.cumsum((needed.to(tl.int64) << 32) + count, 1)
+    return ends.to(tl.int32) - count, (ends >> 32).to(tl.int32) - needed, (tl.max(ends) >> 32).to(tl.int32)
+
+
+@triton.jit
+def _store_tiles(tile_ptrs, expert, begin, end, there):
+    tl.store(tile_ptrs, tl.broadcast_to(expert, tile_ptrs.shape), mask=there)
+    tl.store(tile_ptrs + 1, tl.broadcast_to(begin, tile_ptrs.shape), mask=there)
+    tl.store(tile_ptrs + 2, tl.broadcast_to(end, tile_ptrs.shape), mask=there)
+
+
+@triton.jit
+def _store_unused(tile_ptr, used, tiles, E: tl.constexpr):
+    for start in range(used, tiles, 128):
+        unused = start + tl.arange(0, 128)
+        tl.store(tile_ptr + unused * 3, tl.full((128,), E, tl.int32), mask=unused < tiles)
+    tl.store(tile_ptr + tiles * 3, used)
