@@ -47,7 +47,7 @@ from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.ranks.exchange import gather_parts, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
 from specserve_kernels.ops.recurrent.inputs import convolve, cut_paths, delta_decays, keep_last, trace_back
-from specserve_kernels.reference.experts.experts import ExpertWeights
+from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
@@ -606,7 +606,8 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False, 
     biases = [torch.zeros(own, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
     stacked = weight(own * 2 * inner, size).unflatten(0, (own, -1)), weight(own * size, inner)
     experts = ExpertWeights(stacked[0], stacked[1].unflatten(0, (own, -1)), *biases)
-    run_experts(x_TH, routes, experts, "silu", x_TH if correction else None, first, count)
+    shared = SharedWeights(weight(4 * inner, size), weight(size, 2 * inner)) if tokens == 1 else None
+    run_experts(x_TH, routes, experts, "silu", x_TH if correction else shared, first, count)
 
 
 def launch_packed_experts(tokens: int) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 from specserve_kernels.ops.experts import experts as ops
 from specserve_kernels.ops.experts import route as routing_ops
+from specserve_kernels.ops.linear.linear import linear
 from specserve_kernels.reference.experts import experts as reference
 from specserve_kernels.reference.experts import route as routing_reference
-from specserve_kernels.reference.experts.experts import ExpertWeights
+from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
 from specserve_kernels.reference.experts.route import Routes, Routing, Tiles
 
 ON_GPU = torch.cuda.is_available()
@@ -157,6 +158,28 @@ def test_sums_of_some_of_the_experts(tokens: int, request: pytest.FixtureRequest
         found = ops.run_experts(x_TH, routes, own, "silu", None, first, 6)
         expected = reference.run_experts(x_TH.double(), routes, wide, "silu", None, first)
         torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_shared_expert_is_added(tokens: int, biased: bool, dtype: torch.dtype) -> None:
+    """By its weights the same as by its outputs, of sizes of its own."""
+    x_TH, routes, experts = drawn(tokens, 5, 3, 130, 70, biased, dtype)
+    shared = SharedWeights(
+        *(torch.randn(*size, device=DEVICE).to(dtype) / 8 for size in ((300, 130), (130, 150)))
+    )
+    found = ops.run_experts(x_TH, routes, experts, "silu", shared)
+    wide = ExpertWeights(*(None if each is None else each.double() for each in experts))  # type: ignore[arg-type]
+    both = SharedWeights(*(each.double() for each in shared))
+    expected = reference.run_experts(x_TH.double(), routes, wide, "silu", both)
+    torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    made_TH = linear(linear(x_TH, shared.gate_up_OH, None, "silu"), shared.down_HI, None)
+    apart = ops.run_experts(x_TH, routes, experts, "silu", made_TH)
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, apart, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(found, apart)
 
 
 def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:

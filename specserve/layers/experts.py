@@ -57,10 +57,12 @@ class Experts(nn.Module):
                 )
             each.stacked = True
 
-    def forward(self, x_TH: Tensor, routes: Routes, shared_TH: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, routes: Routes, shared: Tensor | kernels.SharedWeights | None = None
+    ) -> Tensor:
         """Return what this rank adds to the outputs."""
         return kernels.run_experts(
-            x_TH, routes, self._stacked, self.activation, shared_TH, self.numbers.start, self.total
+            x_TH, routes, self._stacked, self.activation, shared, self.numbers.start, self.total
         )
 
     @property
@@ -111,9 +113,17 @@ class ExpertsMLP(nn.Module):
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
         assert isinstance(x_TH, Tensor)
-        shared_TH = None
-        if self.shared_expert is not None:
-            shared_TH, _ = self.shared_expert(x_TH, residual_TH)
+        shared: Tensor | kernels.SharedWeights | None = self._shared_weights
+        if self.shared_expert is not None and shared is None:
+            shared, _ = self.shared_expert(x_TH, residual_TH)
             if self.shared_expert_gate is not None:
-                shared_TH = self.shared_expert_gate(x_TH).sigmoid() * shared_TH
-        return self.ranks.sum_for_norm(self.experts(x_TH, self.gate(x_TH), shared_TH)), residual_TH
+                shared = self.shared_expert_gate(x_TH).sigmoid() * shared
+        return self.ranks.sum_for_norm(self.experts(x_TH, self.gate(x_TH), shared)), residual_TH
+
+    @property
+    def _shared_weights(self) -> kernels.SharedWeights | None:
+        """The shared expert's, if they are plain and nothing else changes its output: launches read them with the
+        others'."""
+        found = [getattr(self.shared_expert, name, None) for name in ("gate_up_proj", "down_proj")]
+        plain = [each.weight for each in found if type(each) is Linear and each.is_plain]
+        return kernels.SharedWeights(*plain) if len(plain) == 2 and self.shared_expert_gate is None else None

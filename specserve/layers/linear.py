@@ -70,6 +70,11 @@ class Linear(Projection, nn.Linear):
     def inputs(self) -> int:
         return self.in_features
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it does nothing but multiply by its weight."""
+        return self.bias is None and self.packed is None and self.rounding is None
+
     @classmethod
     def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         """Make a projection that shares another's weights."""

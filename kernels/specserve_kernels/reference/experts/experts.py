@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import Gate, apply_gate
+from specserve_kernels.reference.linear.linear import linear
 from specserve_kernels.reference.linear.packed import Packed, dequantize_packed
 
 
@@ -28,6 +29,13 @@ class ExpertWeights(NamedTuple):
         """Return E and I."""
         count = _rows(self.down) // hidden
         return count, _rows(self.gate_up) // (2 * count)
+
+
+class SharedWeights(NamedTuple):
+    """The weights of the expert of all tokens: ``[O, H]``, gates first, and ``[H, I]``. Its I may differ."""
+
+    gate_up_OH: Tensor
+    down_HI: Tensor
 
 
 def _rows(weight: Tensor | Packed) -> int:
@@ -47,13 +55,13 @@ def run_experts(
     routes: Routes,
     experts: ExpertWeights,
     gate: Gate,
-    shared_TH: Tensor | None = None,
+    shared: Tensor | SharedWeights | None = None,
     first: int = 0,
     total: int | None = None,
 ) -> Tensor:
     """Return the sum of each token's experts' outputs, times their weights, in the order of the experts, then
-    ``shared_TH``: added in float32 at least, and rounded once. ``experts``: those from ``first`` on, of ``total``, or
-    all; others add nothing."""
+    ``shared``, the output of the expert of all tokens or its weights: added in float32 at least, and rounded once.
+    ``experts``: those from ``first`` on, of ``total``, or all; others add nothing."""
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     out_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     count, _ = experts.sizes(x_TH.shape[1])
@@ -72,4 +80,6 @@ def run_experts(
         inner_XI = apply_gate(F.linear(x_TH[token_X], gate_up_OH, bias_O), gate)
         made_XH = F.linear(inner_XI, down_HI, bias_H).to(wide)
         out_TH[token_X] += weight_X1.to(wide) * made_XH
-    return (out_TH if shared_TH is None else out_TH + shared_TH.to(wide)).to(x_TH.dtype)
+    if isinstance(shared, SharedWeights):
+        shared = linear(linear(x_TH, shared.gate_up_OH, None, gate), shared.down_HI, None)
+    return (out_TH if shared is None else out_TH + shared.to(wide)).to(x_TH.dtype)
