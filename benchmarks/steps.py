@@ -243,8 +243,8 @@ CASES: dict[str, tuple[Shape | None, tuple[int, ...]]] = {
 def single_stream() -> None:
     """Milliseconds per step of plain decoding and EAGLE-3, against the floor and the peers.
 
-        python -m benchmarks.steps single_stream --model DIR/target --eagle3 DIR/eagle3 [--shapes off 3,1,4] [--quick]
-            [--quantization int4] [--tensor-parallel-size 2]
+        python -m benchmarks.steps single_stream --model DIR/target --eagle3 DIR/eagle3 [--shapes off 3,1,4]
+            [--batches 1 4] [--quick] [--quantization int4] [--tensor-parallel-size 2]
 
     DIR is the output of ``python -m benchmarks.cost_faithful``. One engine per shape, one row per batch size; 512
     tokens in, 256 out, greedy, ignoring end tokens. ``large`` is plain decoding of large batches. ``peers`` are the
@@ -254,6 +254,7 @@ def single_stream() -> None:
     parser = load_options(single_stream.__doc__, quantization=True)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--shapes", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--batches", nargs="+", type=int, help="instead of those of each shape")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks")
     parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "fp8"), default="auto")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
@@ -263,7 +264,7 @@ def single_stream() -> None:
         for name in args.shapes:
             shape, batches = CASES[name]
             rounded = shape is not None and args.quantization != "none"
-            yield from run_shape(args, shape, (1,) if rounded else batches)
+            yield from run_shape(args, shape, args.batches or ((1,) if rounded else batches))
 
     keep_rows(result_name("single_stream", args.quantization), rows(), args.output, row_line)
 
