@@ -125,6 +125,7 @@ READ_EARLY = {
     "_attend_kernel": {"length_B", "q_start"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "_route_kernel": {"weight_ptr"},
+    "_multiply_kernel": {"weight_ptr"},
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_grow_kernel": {"length_ptr"},
     "_convolve_kernel": {"weight_ptr"},

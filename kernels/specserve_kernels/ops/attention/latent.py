@@ -16,7 +16,7 @@ from torch import Tensor
 from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2
 from specserve_kernels.ops.layer.norm import normed, row_launch
 from specserve_kernels.ops.layer.rotary import rounded, turned
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.types import KVScales
 
 _FEW_TOKENS = 16
@@ -46,7 +46,10 @@ def _multiply(
 ) -> Tensor:
     assert x_TNI.stride(2) == 1
     (tokens, heads, _), (_, outputs, inputs) = x_TNI.shape, weight_NOI.shape
-    block_t, block_o, block_i = (_FEW_TOKENS, 64, 128) if tokens <= _FEW_TOKENS else (64, 128, 64)
+    block_t, block_o, block_i, warps = 64, 128, 64, 4
+    if tokens <= block_t:
+        block_t, warps = (_FEW_TOKENS, 4) if tokens <= _FEW_TOKENS else (64, 8)
+        block_o, block_i = 64, max(16, next_power_of_2(inputs))
     blocks, processors = cdiv(tokens, block_t) * heads, limits_of(x_TNI.device).processors
     while block_o > _LEAST_O and blocks * cdiv(outputs, block_o) < processors:
         block_o //= 2
@@ -68,7 +71,7 @@ def _multiply(
         BLOCK_O=block_o,
         BLOCK_I=block_i,
         HALF=1 if rope_P2R is None else next_power_of_2(rope_P2R.shape[2] // 2),
-        num_warps=4,
+        num_warps=warps,
         **overlap(),
     )
     return out_TNX
@@ -97,9 +100,13 @@ def _multiply_kernel(
     HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The last program of each head rotates."""
+    """The last program of each head rotates. Weights that are one block are loaded before the wait."""
     t, n, part = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1), tl.program_id(2)
     there = (t < tokens)[:, None]
+    o, i = part * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
+    weight_ptrs = weight_ptr + n.to(tl.int64) * weight_stride + o[None, :] * output_stride
+    if BLOCK_I >= I:
+        weight = load_settled(weight_ptrs + i[:, None] * input_stride, (i < I)[:, None] & (o < O)[None, :], 0)
     take_turn(OVERLAP)
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * x_stride + n * head_stride
     out_ptrs = out_ptr + (t.to(tl.int64)[:, None] * tl.num_programs(1) + n) * X
@@ -115,18 +122,20 @@ def _multiply_kernel(
             high = turned(odd, even, rope_ptrs + R // 2, mask, R)
             tl.store(out_ptrs + O + R // 2 + j, high, mask=mask)
             return
-    o, i = part * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
-    weight_ptrs = weight_ptr + n.to(tl.int64) * weight_stride + o[None, :] * output_stride
-    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
-    for start in range(0, I, BLOCK_I):
-        inside = start + i < I
-        x = tl.load(x_ptrs + start + i[None, :], mask=there & inside[None, :], other=0)
-        weight = tl.load(
-            weight_ptrs + (start + i)[:, None] * input_stride,
-            mask=inside[:, None] & (o < O)[None, :],
-            other=0,
-        )
-        sums = tl.dot(x, weight, sums, input_precision="ieee")
+    if BLOCK_I >= I:
+        x = tl.load(x_ptrs + i[None, :], mask=there & (i < I)[None, :], other=0)
+        sums = tl.dot(x, weight, input_precision="ieee")
+    else:
+        sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+        for start in range(0, I, BLOCK_I):
+            inside = start + i < I
+            x = tl.load(x_ptrs + start + i[None, :], mask=there & inside[None, :], other=0)
+            weight = tl.load(
+                weight_ptrs + (start + i)[:, None] * input_stride,
+                mask=inside[:, None] & (o < O)[None, :],
+                other=0,
+            )
+            sums = tl.dot(x, weight, sums, input_precision="ieee")
     tl.store(out_ptrs + o[None, :], sums.to(out_ptr.dtype.element_ty), mask=there & (o < O)[None, :])
 
 
