@@ -341,7 +341,7 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     need = (shape.most or shape.nodes) * HEADS // (KV_HEADS or 1)
     for rows, block, warps, stages in product(rows_tried, BLOCKS, WARPS, STAGES):
         tiles = -(-need // rows)
-        plan = chosen._replace(rows=rows, tiles=tiles, block=block, warps=warps, stages=stages)
+        plan = chosen._replace(rows=rows, held=rows, tiles=tiles, block=block, warps=warps, stages=stages)
         plan = plan._replace(
             workers=max(plan.workers, shape.slots * tiles), most=plan.most * chosen.rows // rows
         )

@@ -310,9 +310,14 @@ class TestShapes:
             monkeypatch.setattr(module, "FAR", 128)
         case = Case((4, 1, 32), 16, device, dtype)
         apart, even = [20, 1, 340, 126, 5], [62, 64, 130, 192, 63]
-        for lengths, workers, most in ((apart, 40, 40), (even, 40, 40), (apart, 3, 40), (even, 1, 5)):
+        for runs, lengths, workers, most in (
+            (False, apart, 40, 40),
+            (True, even, 40, 40),
+            (True, apart, 3, 40),
+            (False, even, 1, 5),
+        ):
             with monkeypatch.context() as patch:
-                launched_with(patch, workers=workers, most=most)
+                launched_with(patch, workers=workers, most=most, runs=runs)
                 nodes = tree(case, lengths, [2, 1, 3, 4, 2], max_nodes=4)
                 case.check("plan_verify", nodes, rows=12)
                 case.check("plan_verify", chain(nodes), rows=12)

@@ -2,7 +2,8 @@
 
 A program attends with a tile of one slot's rows to a *unit* of its positions (flash decoding, Dao et al. 2023). A row
 is a pair of a node and a query head; the rows of a tile share a key head, so keys and values are read once for a whole
-group. ``splits`` defines the order of the sums, ``units`` the size of a unit. A program takes a few neighbouring units.
+group. ``splits`` defines the order of the sums, ``units`` the size of a unit. A program takes a few neighbouring units;
+if it may read on from one unit of a tile to the next (*runs*), it merges those from the tile's first on in registers.
 Lengths are read on the device, so one CUDA graph serves all of them.
 
 The keys of a chain are at their positions. In a tree, the keys that all nodes of a slot see end with the last whole
@@ -65,10 +66,10 @@ _COLUMNS = 32  # columns of paths gathered at a time
 
 
 @triton.jit
-def _rows_of(start, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
-    """Return the nodes and query heads of a slot's rows from ``start`` on, and which of them exist."""
+def _rows_of(start, stop, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
+    """Return the nodes and query heads of a slot's rows from ``start`` to before ``stop``, and which of them exist."""
     row_R = start + tl.arange(0, R)
-    live_R = row_R // GROUP < count
+    live_R = (row_R // GROUP < count) & (row_R < stop)
     return tl.where(live_R, first + row_R // GROUP, 0).to(tl.int64), head * GROUP + row_R % GROUP, live_R
 
 
@@ -123,9 +124,11 @@ def _attend_kernel(
     EXTRA: tl.constexpr,
     PAGE: tl.constexpr,
     R: tl.constexpr,
+    HELD: tl.constexpr,  # rows of a tile that may exist, at most R
     N: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
+    RUNS: tl.constexpr,
     MERGED: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
     SLOTS: tl.constexpr,  # a power of two, at least B
@@ -137,9 +140,9 @@ def _attend_kernel(
     scale = (scale, inner_scale)
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     tiles_S, low_S, end_S, last_S = work_of(
-        length_B, q_start, slots, nodes, entries, window, TAIL, GROUP, R, SLOTS, ALIGNED
+        length_B, q_start, slots, nodes, entries, window, TAIL, GROUP, HELD, SLOTS, ALIGNED
     )
-    fine, apart = units_of(tiles_S, low_S, last_S, workers, most, window, NEAR, FAR)
+    fine, apart = units_of(tiles_S, low_S, last_S, workers, most, window, RUNS, NEAR, FAR)
     # Paths may extend into the next unit.
     stored_S = units_between(low_S, last_S, fine, apart, window, NEAR, FAR)
     units_S = units_between(low_S, end_S, fine, apart, window, NEAR, FAR) if TAIL == "tree" else stored_S
@@ -154,8 +157,12 @@ def _attend_kernel(
     while at < work:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
         visible_end, units, stored = at_slot(slot, end_S), at_slot(slot, units_S), at_slot(slot, stored_S)
-        local = at - at_slot(slot, done_S - work_S)
-        tile, unit = local // units, local % units
+        begun = at_slot(slot, done_S - work_S)
+        tile, unit = (at - begun) // units, (at - begun) % units
+        begun += tile * units
+        start = tile * HELD
+        run = tl.minimum(work - at, units - unit) if RUNS else 1
+        whole = (unit == 0) & (run == units)
         first, count = slot * nodes, nodes
         if (TAIL == "chain") | (TAIL == "tree"):
             first = tl.load(q_start + slot).to(tl.int32)
@@ -165,25 +172,27 @@ def _attend_kernel(
         of_all = unit  # its number if a window's units are counted from position 0
         if window is not None:
             of_all += at_slot(slot, unit_of(low_S, fine, apart, NEAR, FAR))
-        unit_end = tl.where(apart, begin_of(of_all + 1, fine, NEAR, FAR), 1 << 30)
+        run_end = tl.where(apart, begin_of(of_all + run, fine, NEAR, FAR), 1 << 30)
         begin = begin_of(of_all, fine, NEAR, FAR) // N
         if window is not None:
             low_R, lowest, highest = lows_of(
-                length, entries, window, tile, first, count, mask_T, TAIL, GROUP, R
+                length, entries, window, start, first, count, mask_T, TAIL, GROUP, R
             )
             begin = tl.maximum(begin, tl.maximum(lowest, 0) // N)
-        stop = tl.cdiv(tl.minimum(visible_end, unit_end), N)
+        stop = tl.cdiv(tl.minimum(visible_end, run_end), N)
         pages = load_pages(table, begin * N, last_page, N, PAGE)
-        node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
+        node_R, head_R, live_R = _rows_of(start, start + HELD, first, count, head, GROUP, R)
         rows = load_parts(q, node_R * q_stride + head_R * (D + EXTRA), live_R, D, EXTRA)
         nearest = visible_end  # the first end of some row's keys
         end_R = tl.zeros([R], tl.int32) + visible_end
         if TAIL == "chain":
-            end_R = length + (tile * R + tl.arange(0, R)) // GROUP + 1
-            nearest = length + tile * R // GROUP + 1
+            end_R = length + (start + tl.arange(0, R)) // GROUP + 1
+            nearest = length + start // GROUP + 1
         all_top_R, all_sum_RX, all_acc_RD = nothing_seen(R, D)
         all_sum_R = row_sums(all_sum_RX)
         top_R, sum_RX, acc_RD = nothing_seen(R, D)
+        its = (at_slot(slot, entry_S - tiles_S * stored_S) + tile * stored) * HEADS + head
+        mine = its + tl.where(unit == 0, run - 1, unit) * HEADS
         for block in tl.range(begin, stop, num_stages=STAGES):
             base = block * N
             position_N = base + offset_N
@@ -204,21 +213,27 @@ def _attend_kernel(
                     visible_RN &= position_N[None, :] >= low_R[:, None]
                 score_RN = tl.where(visible_RN, score_RN, float("-inf"))
             top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
-            if (not fine) & ((base + N) % split_size(base, NEAR, FAR) == 0) & (base + N <= visible_end):
-                all_top_R, all_sum_R, all_acc_RD = merge(
-                    all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
-                )
+            if (
+                ((base + N) % split_size(base, NEAR, FAR) == 0)
+                & (base + N < run_end)
+                & (base + N <= visible_end)
+            ):
+                if (not RUNS) | (unit == 0):
+                    all_top_R, all_sum_R, all_acc_RD = merge(
+                        all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
+                    )
+                else:
+                    store_sums(acc, stats, mine, live_R, top_R, row_sums(sum_RX), acc_RD)
+                    mine += HEADS
                 top_R, sum_RX, acc_RD = nothing_seen(R, D)
-        its = (at_slot(slot, entry_S - tiles_S * stored_S) + tile * stored) * HEADS + head
-        mine = its + unit * HEADS
         if TAIL == "listed":  # noqa: SIM102
-            if unit + 1 == units:
+            if unit + run == units:
                 top_R, sum_RX, acc_RD = fold_listed(
                     rows, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table,
                     scale, page_stride, HEADS, PAGE, C,
                 )  # fmt: skip
         if TAIL == "tree":  # noqa: SIM102
-            if unit + 1 == units:  # the last shared unit continues with each row's path
+            if unit + run == units:  # the last shared unit continues with each row's path
                 base = visible_end
                 while base < length + entries:
                     if (base > visible_end) & (base % split_size(base, NEAR, FAR) == 0):
@@ -226,7 +241,7 @@ def _attend_kernel(
                             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
                         )
                         top_R, sum_RX, acc_RD = nothing_seen(R, D)
-                        if stored > units:
+                        if (stored > units) & (not whole):
                             store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
                             all_top_R, all_sum_RX, all_acc_RD = nothing_seen(R, D)
                             all_sum_R = row_sums(all_sum_RX)
@@ -240,28 +255,34 @@ def _attend_kernel(
         all_top_R, all_sum_R, all_acc_RD = merge(
             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
         )
-        if stored == 1:
+        if whole:
             _store_rows(
                 out, all_top_R, all_sum_R, all_acc_RD, sinks, value_scale, node_R, head_R, live_R, HEADS * GROUP
             )  # fmt: skip
         else:
             store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
-            ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, R) + tile
+            ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, HELD) + tile
             tl.debug_barrier()
-            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == units - 1:
+            merged, others = 0, units - 1
+            if RUNS:  # the tile's first program merged all of its units
+                merged = share - 1 - begun % share
+                others = (begun + units - 1) // share - begun // share
+            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == others:
                 tl.store(ticket, 0)
-                row = tile * R
-                while row < tl.minimum(tile * R + R, count * GROUP):
-                    node_X, head_X, live_X = _rows_of(row, first, count, head, GROUP, MERGED_ROWS)
-                    row_X = row - tile * R + tl.arange(0, MERGED_ROWS)
+                row = start
+                while row < tl.minimum(start + HELD, count * GROUP):
+                    node_X, head_X, live_X = _rows_of(
+                        row, start + HELD, first, count, head, GROUP, MERGED_ROWS
+                    )
+                    row_X = row - start + tl.arange(0, MERGED_ROWS)
                     top_X, sum_X, acc_XD = merge_stored(
-                        acc, stats, its, HEADS, stored, row_X, live_X, R, D, MERGED
+                        acc, stats, its + merged * HEADS, HEADS, stored - merged, row_X, live_X, R, D, MERGED
                     )
                     _store_rows(
                         out, top_X, sum_X, acc_XD, sinks, value_scale, node_X, head_X, live_X, HEADS * GROUP
                     )
                     row += MERGED_ROWS
-        at += 1
+        at += run
     if (TAIL == "chain") | (TAIL == "tree"):  # unused nodes get finite outputs, which are not read
         spare = tl.load(q_start + slots).to(tl.int32) + worker
         while spare < total:
@@ -469,11 +490,13 @@ def _launch(
         EXTRA=size - latent if latent else 0,
         PAGE=cache.shape[2],
         R=plan.rows,
+        HELD=plan.held,
         N=plan.block,
         C=_COLUMNS,
         STAGES=plan.stages,
+        RUNS=plan.runs,
         MERGED=plan.merged,
-        MERGED_ROWS=min(16, next_power_of_2(nodes * group)),
+        MERGED_ROWS=min(16, plan.held, next_power_of_2(nodes * group)),
         SLOTS=next(most for most in _SLOTS if most >= slots),
         NEAR=NEAR,
         FAR=FAR if window is None else NEAR,

@@ -1,7 +1,7 @@
 """Units of positions: the device's half of a launch plan, from lengths that only the device knows.
 
-A unit is one split if all programs fit on the device at once; otherwise it is all near splits, or all positions,
-whichever takes less time.
+A unit is one split if all programs fit on the device at once; otherwise it is one split of several that a program runs
+through, all near splits, or all positions, whichever takes less time.
 
 Shapes: S slots with room. R rows of a tile.
 """
@@ -40,19 +40,26 @@ def units_between(low_S, last_S, fine, apart, window, NEAR: tl.constexpr, FAR: t
 
 
 @triton.jit
-def units_of(tiles_S, low_S, last_S, workers, most, window, NEAR: tl.constexpr, FAR: tl.constexpr):
+def units_of(
+    tiles_S, low_S, last_S, workers, most, window, RUNS: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr
+):  # fmt: skip
     """Return the fastest division into units that can all be stored, as ``unit_of`` takes it. Storing and merging a
-    unit takes as long as two splits of ``NEAR``."""
+    unit takes as long as two splits of ``NEAR``, and a run of ``RUNS`` as long as three."""
     near = tl.sum(tiles_S * units_between(low_S, last_S, True, True, window, NEAR, FAR), 0)
     far = tl.sum(tiles_S * units_between(low_S, last_S, False, True, window, NEAR, FAR), 0)
     length_S = last_S + 1
     if window is not None:
         length_S -= low_S
     longest = tl.max(tl.where(tiles_S > 0, length_S, 0), 0)
-    fine = near <= tl.minimum(workers, most)
     whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * (longest + 2 * NEAR)
-    shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + 2 * NEAR) < whole
-    return fine, fine | ((far <= most) & shorter)
+    shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + 2 * NEAR)
+    apart = (far <= most) & (shorter < whole)
+    fine = near <= workers
+    if RUNS:
+        run = tl.cdiv(near, workers) * tl.where(longest > FAR, FAR, NEAR) + 3 * NEAR
+        fine |= run < tl.where(apart, shorter, whole)
+    fine &= near <= most
+    return fine, fine | apart
 
 
 @triton.jit
@@ -88,15 +95,15 @@ def work_of(
 
 @triton.jit
 def lows_of(
-    length, entries, window, tile, first, count, mask_T, TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr
+    length, entries, window, start, first, count, mask_T, TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """Return the first position in the window of each of a tile's rows, the lowest and the highest of these. They may
     be negative."""
-    local_R = (tile * R + tl.arange(0, R)) // GROUP
+    local_R = (start + tl.arange(0, R)) // GROUP
     first_depth, last_depth = 0, entries - 1
     if TAIL == "chain":
         depth_R = local_R
-        first_depth, last_depth = tile * R // GROUP, tl.minimum((tile * R + R - 1) // GROUP, count - 1)
+        first_depth, last_depth = start // GROUP, tl.minimum((start + R - 1) // GROUP, count - 1)
     elif TAIL == "tree":
         mask_R = tl.load(mask_T + first + local_R, mask=local_R < count, other=1).to(tl.int64)
         depth_R = ones_of(mask_R) - 1
