@@ -46,13 +46,13 @@ from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.ranks.exchange import gather_parts, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
-from specserve_kernels.ops.recurrent.inputs import convolve, cut_paths, delta_decays, keep_last, trace_back
+from specserve_kernels.ops.recurrent.inputs import cut_paths, delta_inputs, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED
-from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Left, Runs
+from specserve_kernels.reference.recurrent.delta_rule import Lagged, Left, Runs
 from torch import Tensor
 from triton import knobs
 from triton._C.libtriton import ir, nvidia, passes
@@ -128,8 +128,7 @@ READ_EARLY = {
     "_multiply_kernel": {"weight_ptr"},
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_grow_kernel": {"length_ptr"},
-    "_convolve_kernel": {"weight_ptr"},
-    "_decays_kernel": {"rate_ptr", "bias_ptr"},
+    "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
     "_scan": {"rows", "table"},
     "_finish": {"rows", "table"},
 }
@@ -633,14 +632,11 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
     left = Left(*(each.new_zeros(8, *each.shape[2:]) for each in rings))
     back_TE = [trace_back(parent_T, index_T, 7, entries) for parent_T in (None, index_T)][-1]
     runs = Runs(index_T[:2], index_T[:2], index_T[:3], index_T, index_T, back_TE, 8, 16)
-    query_TJD, value_TVU = convolve(
-        left.input_TC, inputs_RWC[0, 0, :, None].repeat(1, 4), inputs_RWC, runs, left
-    )
     few_TX, rate_V = torch.zeros(8, 2 * values, dtype=bf16), torch.zeros(values)
-    beta_TV, decay_TEV = delta_decays(*few_TX.chunk(2, 1), rate_V, rate_V, kept.decay_REV, runs, left)
-    inputs = DeltaInputs(query_TJD, left.key_TJD, value_TVU, beta_TV, left.decay_TV)
+    weights = inputs_RWC[0, 0, :, None].repeat(1, 4), *few_TX.chunk(2, 1), rate_V, rate_V
+    inputs = delta_inputs(left.input_TC, *weights, inputs_RWC, kept.decay_REV, runs, left)
     for rule in (delta_nodes, delta_prompts):
-        rule(inputs, decay_TEV, kept, runs, left.value_TVU)
+        rule(inputs, kept, runs, left.value_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
     one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
     path_BS, ends_RX = index_T.view(2, 4), torch.zeros(3, 17, dtype=torch.int64)

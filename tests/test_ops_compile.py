@@ -33,7 +33,8 @@ OPS = ROOT / "kernels" / "specserve_kernels" / "ops"
 H200_SHARED = 232_448  # most bytes of shared memory of a program
 UNPIPELINED = {
     "linear.specialized._specialized_kernel",  # whose loads are in another loop than its products
-    "recurrent.delta_rule._delta_kernel",  # which reads few entries, and adds each by itself
+    "recurrent.delta_rule._delta_kernel",  # which reads few entries
+    "recurrent.delta_rule._fold_kernel",  # which seldom has any
 }
 
 Compiled = dict[str, Any]

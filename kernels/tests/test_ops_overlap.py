@@ -136,8 +136,7 @@ def test_who_reads_before_it_waits() -> None:
         "_down_kernel": {"order_ptr", "tile_ptrs"},
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
-        "_convolve_kernel": {"weight_ptr"},
-        "_decays_kernel": {"rate_ptr", "bias_ptr"},
+        "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
         "request_of": {"rows"},
         "_entry": {"column"},  # of the sampling table, for request_of
     }

@@ -11,7 +11,6 @@ import pytest
 import torch
 from specserve_kernels.reference.recurrent import delta_rule, inputs
 from specserve_kernels.reference.recurrent.delta_rule import (
-    DeltaInputs,
     Lagged,
     Left,
     Runs,
@@ -132,12 +131,11 @@ class Layer:
         left = Left(
             *(table.new_empty(count, *table.shape[2:]) for table in (*self.kept[1:], self.inputs_RWC))
         )
-        query, value = self.rule.convolve(drawn.x_TC, self.weight_CK, self.inputs_RWC, runs, left)
         few = drawn.b_TV, drawn.a_TV, self.rate_V, self.bias_V
-        beta, decay = self.rule.delta_decays(*few, self.kept.decay_REV, runs, left)
-        given = DeltaInputs(query, left.key_TJD, value, beta, left.decay_TV)
+        tables = self.inputs_RWC, self.kept.decay_REV
+        given = self.rule.delta_inputs(drawn.x_TC, self.weight_CK, *few, *tables, runs, left)
         rule = self.rule.delta_prompts if prompts else self.rule.delta_nodes
-        return rule(given, decay, self.kept, runs, left.value_TVU), left
+        return rule(given, self.kept, runs, left.value_TVU), left
 
     def prompts(self, drawn: list[Drawn], rows: list[int], lengths: list[int]) -> list[Tensor]:
         counts = [len(each.x_TC) for each in drawn]
@@ -201,7 +199,7 @@ def recurrence(layer: Layer, drawn: Drawn) -> Tensor:
 
 def check_passes(layer: Layer, tokens: int, begin: int, chunks: list[int], trees: int, nodes: int) -> float:
     """Compare bits of tokens one by one from ``begin`` on, in chunks, and as nodes of trees across borders of blocks,
-    committed. Return the largest error against the recurrence."""
+    committed: of few nodes and of at least ``nodes``. Return the largest error against the recurrence."""
     block = layer.sizes.block
     inputs = layer.draw(tokens)
     inputs.a_TV[block + 3] = torch.inf
@@ -219,11 +217,12 @@ def check_passes(layer: Layer, tokens: int, begin: int, chunks: list[int], trees
             out = chunked.prompt(part(inputs, start, end), start)
             assert torch.equal(out, plain[start:end]), (size, start)
             assert end not in at or chunked.same(at[end], 1, end)
-    for _ in range(trees):
+    for number in range(trees):
         length = int(torch.randint(begin, tokens - block, ()))
-        true = int(torch.randint(1, block + 1, ()))
+        most, least = (4, 4) if number % 2 else (block, nodes)
+        true = int(torch.randint(1, most + 1, ()))
         parents, depth, path = [-1], [0], [0]
-        while len(path) < true or len(parents) < nodes:
+        while len(path) < true or len(parents) < least:
             on_path = len(path) < true and bool(torch.randint(2, ()))
             parent = path[-1] if on_path else int(torch.randint(len(parents), ()))
             if depth[parent] + 1 < block:
@@ -253,6 +252,7 @@ def test_reference(state: torch.dtype, entry: torch.dtype, tolerance: float, tre
     assert check_passes(layer, 30, 0, [3, 7, 30], trees, nodes=12) < tolerance
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="it compiles as many kernels as the next")
 @pytest.mark.parametrize(
     ("state", "begin", "tolerance"), [(torch.float32, 30, 1e-5), (torch.bfloat16, 34, 2e-2)]
 )
@@ -264,18 +264,15 @@ def test_kernel(state: torch.dtype, begin: int, tolerance: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entry", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(
+    ("state", "entry", "block"), [(torch.float32, torch.bfloat16, 32), (torch.bfloat16, torch.float32, 16)]
+)  # each compiles six kernels, for 10 to 20 seconds
 def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, block: int) -> None:
     """One row against sixteen, trees against chains, folds within a verification against those at commit."""
     torch.manual_seed(0)
     sizes = Sizes(block, WHOLE.keys, WHOLE.values, WHOLE.key, WHOLE.value)
     layer = Layer(ops, sizes, (state, entry))
-    wide = {torch.float32, state, entry} == {torch.float32}
-    assert check_passes(layer, 300, 0, [1, 16, 17, 64, 100, 300], trees=300, nodes=64) < (
-        1e-5 if wide else 5e-2
-    )
+    assert check_passes(layer, 200, 0, [1, 16, 17, 100, 200], trees=100, nodes=64) < 5e-2
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter finds it")

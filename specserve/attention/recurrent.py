@@ -10,15 +10,13 @@ from dataclasses import dataclass
 import torch
 from specserve_kernels import (
     Accepted,
-    DeltaInputs,
     Lagged,
     Left,
     Runs,
     Slots,
     Tree,
-    convolve,
     cut_paths,
-    delta_decays,
+    delta_inputs,
     delta_nodes,
     delta_prompts,
     fold_states,
@@ -79,13 +77,10 @@ class StatePass:
         states, runs = self.states, self.runs
         kept, inputs_RWC = Lagged(*(table[ask.layer] for table in states.kept)), states.inputs_LRWC[ask.layer]
         left = Left(*(each[ask.layer if self.where is None else 0] for each in self.left))
-        query_TJD, value_TVU = convolve(ask.x_TC, ask.weight_CK, inputs_RWC, runs, left)
-        beta_TV, decay_TEV = delta_decays(
-            ask.b_TV, ask.a_TV, ask.rate_V, ask.bias_V, kept.decay_REV, runs, left
-        )
-        inputs = DeltaInputs(query_TJD, left.key_TJD, value_TVU, beta_TV, left.decay_TV)
+        few = ask.b_TV, ask.a_TV, ask.rate_V, ask.bias_V
+        inputs = delta_inputs(ask.x_TC, ask.weight_CK, *few, inputs_RWC, kept.decay_REV, runs, left)
         rule = delta_nodes if self.where is None else delta_prompts
-        out_TVU = rule(inputs, decay_TEV, kept, runs, left.value_TVU)
+        out_TVU = rule(inputs, kept, runs, left.value_TVU)
         if self.where is not None:
             rings = tuple(each[ask.layer, None] for each in states.rings)
             keep_last(rings, self.left, states.page, *self.where)

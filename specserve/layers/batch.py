@@ -43,7 +43,7 @@ class GroupedQuery:
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
     """What a gated delta net asks. ``layer``: its index among the layers that keep a state. ``x_TC``: the inputs of the
-    convolution, which has ``weight_CK``. The others: those of ``delta_decays``."""
+    convolution, which has ``weight_CK``. The others: those of ``delta_inputs``."""
 
     layer: int
     x_TC: Tensor

@@ -1,9 +1,10 @@
 """What each token gives to the delta rule on a GPU, and what its row keeps of it.
 
-A token's sums have one order, whatever the launch: taps and decays from the token backwards, one by one. Weights are
-read before the wait.
+A token's sums have one order, whatever the launch: taps from the token backwards, one by one; decays as one kernel's
+scan adds them. Weights are read before the wait.
 
-Shapes as in the reference; N heads of keys, or as many channels of values, that a program has, or N tokens.
+Shapes as in the reference; N heads of keys, or as many channels of values, that a program has, H heads of decays, or N
+tokens.
 """
 
 from __future__ import annotations
@@ -15,88 +16,92 @@ from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
-from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
+from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Left, Runs
 from specserve_kernels.reference.recurrent.inputs import EPS, NEVER
 
-_CHANNELS = 1024  # of a program, or tokens
+_CHANNELS = 1024  # of a program
 _FEW, _RUN = 256, 8  # tokens of a launch whose programs have one each, and of a program in a larger one
 _EPS, _NEVER = tl.constexpr(EPS), tl.constexpr(NEVER)
-_READ = tl.constexpr(16)  # decays at once
-_TOKENS = 4  # of a program
+_HEADS = 16  # of a program that adds decays
+_TOKENS = 16  # of a program
 
 
 def trace_back(parent_T: Tensor | None, local_T: Tensor, levels: int, span: int) -> Tensor:
     back_TS = local_T.new_empty(len(local_T), span)
-    _trace_back_kernel[(cdiv(len(local_T), _CHANNELS),)](
-        parent_T, local_T, back_TS, len(local_T), S=span, BLOCK=_CHANNELS, num_warps=4, **overlap()
+    _trace_back_kernel[(cdiv(len(local_T), _TOKENS),)](
+        parent_T,
+        local_T,
+        back_TS,
+        len(local_T),
+        min(levels, span - 1),
+        S=span,
+        N=_TOKENS,
+        num_warps=4,
+        **overlap(),
     )
     return back_TS
 
 
-def convolve(
-    x_TC: Tensor, weight_CK: Tensor, kept_RWC: Tensor, runs: Runs, left: Left
-) -> tuple[Tensor, Tensor]:
+def delta_inputs(
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    b_TV: Tensor,
+    a_TV: Tensor,
+    rate_V: Tensor,
+    bias_V: Tensor,
+    kept_RWC: Tensor,
+    kept_REV: Tensor,
+    runs: Runs,
+    left: Left,
+) -> DeltaInputs:
     assert weight_CK.is_contiguous()
     query_TJD, value_TVU = torch.empty_like(left.key_TJD), torch.empty_like(left.value_TVU)
-    (tokens, heads, size), values = query_TJD.shape, value_TVU[0].numel()
-    many, run = max(_CHANNELS // size, 1), 1 if tokens <= _FEW else _RUN
-    _convolve_kernel[(cdiv(tokens, run), 2 * cdiv(heads, many) + cdiv(values, many * size))](
+    (tokens, heads, size), (_, values, width) = query_TJD.shape, value_TVU.shape
+    entries = kept_REV.shape[1]
+    beta_TV, decays_TVE = rate_V.new_empty(tokens, values), rate_V.new_empty(tokens, values, entries)
+    many, few = max(_CHANNELS // size, 1), min(_HEADS, next_power_of_2(values))
+    run = 1 if tokens <= _FEW else _RUN
+    parts = 2 * cdiv(heads, many) + cdiv(values * width, many * size)
+    _inputs_kernel[(cdiv(tokens, run), parts + cdiv(values, few))](
         x_TC,
         weight_CK,
+        b_TV,
+        a_TV,
+        rate_V,
+        bias_V,
         kept_RWC,
+        kept_REV,
         runs.rows_T,
         runs.position_T,
         runs.back_TE,
         query_TJD,
         left.key_TJD,
         value_TVU,
+        beta_TV,
+        left.decay_TV,
+        decays_TVE,
         left.input_TC,
         x_TC.stride(0),
+        b_TV.stride(0),
+        a_TV.stride(0),
         tokens,
         run,
         J=heads,
         D=size,
-        VALUES=values,
+        V=values,
+        U=width,
         K=weight_CK.shape[1],
-        E=runs.back_TE.shape[1],
+        E=entries,
         PAGE=runs.page,
         N=many,
+        H=few,
+        PARTS=parts,
         BLOCK=next_power_of_2(weight_CK.shape[1]),
         num_warps=4,
-        **overlap(),
-    )
-    return query_TJD, value_TVU
-
-
-def delta_decays(
-    b_TV: Tensor, a_TV: Tensor, rate_V: Tensor, bias_V: Tensor, kept_REV: Tensor, runs: Runs, left: Left
-) -> tuple[Tensor, Tensor]:
-    (tokens, heads), entries = b_TV.shape, kept_REV.shape[1]
-    beta_TV, decay_TEV = rate_V.new_empty(tokens, heads), rate_V.new_empty(tokens, entries, heads)
-    _decays_kernel[(cdiv(tokens, _TOKENS),)](
-        b_TV,
-        a_TV,
-        rate_V,
-        bias_V,
-        kept_REV,
-        runs.rows_T,
-        runs.position_T,
-        runs.back_TE,
-        beta_TV,
-        left.decay_TV,
-        decay_TEV,
-        b_TV.stride(0),
-        a_TV.stride(0),
-        tokens,
-        V=heads,
-        E=entries,
-        N=_TOKENS,
-        BLOCK=next_power_of_2(heads),
-        num_warps=_TOKENS,
         enable_fp_fusion=False,  # a token's own g has the bits that its row keeps
         **overlap(),
     )
-    return beta_TV, decay_TEV
+    return DeltaInputs(query_TJD, left.key_TJD, value_TVU, beta_TV, left.decay_TV, decays_TVE)
 
 
 def keep_last(
@@ -152,24 +157,32 @@ def cut_paths(
     return found
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "levels"])
 def _trace_back_kernel(
     parent_ptr,  # [T], or None
     local_ptr,  # [T]
     back_ptr,  # out [T, S]
     tokens,
+    levels,
     S: tl.constexpr,
-    BLOCK: tl.constexpr,
+    N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     take_turn(OVERLAP)
-    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    node = tl.where(t < tokens, t, -1)
-    for s in range(0, S):
-        tl.store(back_ptr + t * S + s, node, mask=t < tokens)
-        inner = (node >= 0) & (tl.load(local_ptr + node, mask=node >= 0, other=0) > 0)
-        above = node - 1 if parent_ptr is None else tl.load(parent_ptr + node, mask=inner, other=-1)
-        node = tl.where(inner, above, -1)
+    node_N = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    index_1S, there_N1 = tl.arange(0, S)[None, :], (node_N < tokens)[:, None]
+    at_NS = back_ptr + node_N[:, None] * S + index_1S
+    local_N = tl.load(local_ptr + node_N, mask=node_N < tokens, other=0)
+    if parent_ptr is None:
+        back_NS = tl.where(index_1S <= local_N[:, None], node_N[:, None] - index_1S, -1)
+    else:
+        back_NS = tl.where(index_1S == 0, node_N[:, None], -1)
+        for s in range(1, levels + 1):
+            inner_N = (node_N >= 0) & (local_N > 0)
+            node_N = tl.load(parent_ptr + node_N, mask=inner_N, other=-1)
+            local_N = tl.load(local_ptr + node_N, mask=node_N >= 0, other=0)
+            back_NS = tl.where(index_1S == s, node_N[:, None], back_NS)
+    tl.store(at_NS, back_NS, mask=there_N1)
 
 
 @triton.jit
@@ -177,61 +190,98 @@ def _place(position, W: tl.constexpr, PAGE: tl.constexpr):
     return position // PAGE % 2 * W + position % W
 
 
-@triton.jit(do_not_specialize=["tokens", "run"])
-def _convolve_kernel(
+# How decays are added, and so their bits, may not depend on where their inputs lie.
+@triton.jit(
+    do_not_specialize=["b_stride", "a_stride", "tokens", "run"],
+    do_not_specialize_on_alignment=["b_ptr", "a_ptr", "decay_ptr"],
+)
+def _inputs_kernel(
     x_ptr,  # [T, C]
     weight_ptr,  # [C, K]
+    b_ptr,  # [T, V]
+    a_ptr,  # [T, V]
+    rate_ptr,  # [V]
+    bias_ptr,  # [V]
     kept_ptr,  # [R, 2 * (K - 1), C]
+    kept_decay,  # [R, E, V]
     rows_ptr,  # [T]
     position_ptr,  # [T]
     back_ptr,  # [T, E]
     query_ptr,  # out [T, J, D]
     key_ptr,  # out [T, J, D]
-    value_ptr,  # out [T, VALUES]
+    value_ptr,  # out [T, V, U]
+    beta_ptr,  # out [T, V]
+    decay_ptr,  # out [T, V]
+    decays_ptr,  # out [T, V, E]
     input_ptr,  # out [T, C]
     x_stride,
+    b_stride,
+    a_stride,
     tokens,
     run,
     J: tl.constexpr,
     D: tl.constexpr,
-    VALUES: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
     N: tl.constexpr,
+    H: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     KEYS: tl.constexpr = J * D
-    C: tl.constexpr = 2 * KEYS + VALUES
     SPLITS: tl.constexpr = (J + N - 1) // N
-    part = tl.minimum(tl.program_id(1) // SPLITS, 2)
+    first = tl.program_id(0).to(tl.int64) * run
+    end = tl.minimum(first + run, tokens)
+    part, convolves = tl.minimum(tl.program_id(1) // SPLITS, 2), tl.program_id(1) < PARTS
     head_N = (tl.program_id(1) - part * SPLITS) * N + tl.arange(0, N)
     place_ND = head_N[:, None] * D + tl.arange(0, D)[None, :]
-    mask_ND = place_ND < tl.where(part < 2, KEYS, VALUES)
-    channel_ND = part * KEYS + place_ND
-    index_11K = tl.arange(0, BLOCK)[None, None, :]
+    mask_ND = convolves & (place_ND < tl.where(part < 2, KEYS, V * U))
+    channel_ND, index_11K = part * KEYS + place_ND, tl.arange(0, BLOCK)[None, None, :]
     there_NDK = mask_ND[:, :, None] & (index_11K < K)
     weight_NDK = load_settled(weight_ptr + channel_ND[:, :, None] * K + index_11K, there_NDK, 0.0)
     weights = ()
     for distance in tl.static_range(K):
         own_NDK = tl.where(index_11K == K - 1 - distance, weight_NDK.to(tl.float32), 0.0)
         weights += (tl.sum(own_NDK, 2),)  # type: ignore[assignment]
+    v_H = (tl.program_id(1) - PARTS) * H + tl.arange(0, H)
+    there_H = (v_H >= 0) & (v_H < V)
+    rate_H = -tl.exp(load_settled(rate_ptr + v_H, there_H, 0.0))
+    bias_H = load_settled(bias_ptr + v_H, there_H, 0.0)
     take_turn(OVERLAP)
-    first = tl.program_id(0).to(tl.int64) * run
-    for i in range(0, tl.minimum(run, tokens - first)):
-        t = first + i
+    if convolves:
+        _convolve(
+            first, end, part, weights, place_ND, channel_ND, mask_ND, x_ptr, kept_ptr, rows_ptr, position_ptr, back_ptr,
+            query_ptr, key_ptr, value_ptr, input_ptr, x_stride, D, KEYS, V * U, K, E, PAGE,
+        )  # fmt: skip
+    else:
+        _add_decays(
+            first, end, v_H, there_H, rate_H, bias_H, b_ptr, a_ptr, kept_decay, rows_ptr, position_ptr, back_ptr,
+            beta_ptr, decay_ptr, decays_ptr, b_stride, a_stride, V, E,
+        )  # fmt: skip
+
+
+@triton.jit
+def _convolve(
+    first, end, part, weights, place_ND, channel_ND, mask_ND, x_ptr, kept_ptr, rows_ptr, position_ptr, back_ptr,
+    query_ptr, key_ptr, value_ptr, input_ptr, x_stride, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * KEYS + VALUES
+    for t in range(first, end):
         row, position = tl.load(rows_ptr + t), tl.load(position_ptr + t)
         x_ND = tl.load(x_ptr + t * x_stride + channel_ND, mask=mask_ND, other=0.0)
         tl.store(input_ptr + t * C + channel_ND, x_ND, mask=mask_ND)
-        total_ND = weights[0] * x_ND.to(tl.float32)  # type: ignore[misc]
+        total_ND = weights[0] * x_ND.to(tl.float32)
         for distance in tl.static_range(1, K):
             before = position - distance
             back = tl.load(back_ptr + t * E + distance)
             place = _place(tl.maximum(before, 0), K - 1, PAGE)
-            at = kept_ptr + (row * 2 * (K - 1) + place) * C
-            if back >= 0:
-                at = x_ptr + back * x_stride
+            kept = kept_ptr + (row * 2 * (K - 1) + place) * C
+            at = tl.where(back >= 0, x_ptr + back * x_stride, kept)
             tap_ND = tl.load(at + channel_ND, mask=mask_ND & (before >= 0), other=0.0).to(tl.float32)
             total_ND = tl.fma(weights[distance], tap_ND, total_ND)
         out_ND = (total_ND / (1 + tl.exp(-total_ND))).to(x_ND.dtype)
@@ -246,58 +296,30 @@ def _convolve_kernel(
                 tl.store(key_ptr + t * KEYS + place_ND, wide_ND.to(x_ND.dtype), mask=mask_ND)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _decays_kernel(
-    b_ptr,  # [T, V]
-    a_ptr,  # [T, V]
-    rate_ptr,  # [V]
-    bias_ptr,  # [V]
-    kept_ptr,  # [R, E, V]
-    rows_ptr,  # [T]
-    position_ptr,  # [T]
-    back_ptr,  # [T, E]
-    beta_ptr,  # out [T, V]
-    decay_ptr,  # out [T, V]
-    decays_ptr,  # out [T, E, V]
-    b_stride,
-    a_stride,
-    tokens,
-    V: tl.constexpr,
-    E: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    t_N1 = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)[:, None]
-    v_1V = tl.arange(0, BLOCK)[None, :]
-    there_N1, there_1V = t_N1 < tokens, v_1V < V
-    live_NV = there_N1 & there_1V
-    rate_1V = -tl.exp(load_settled(rate_ptr + v_1V, there_1V, 0.0))
-    bias_1V = load_settled(bias_ptr + v_1V, there_1V, 0.0)
-    take_turn(OVERLAP)
-    row_N1 = tl.load(rows_ptr + t_N1, mask=there_N1, other=0)
-    position_N1 = tl.load(position_ptr + t_N1, mask=there_N1, other=0)
-    b_NV = tl.load(b_ptr + t_N1 * b_stride + v_1V, mask=live_NV, other=0.0)
-    beta_NV = (1 / (1 + tl.exp(-b_NV.to(tl.float32)))).to(b_NV.dtype)
-    tl.store(beta_ptr + t_N1 * V + v_1V, beta_NV.to(tl.float32), mask=live_NV)
-    run_NV = tl.zeros([N, BLOCK], tl.float32)
-    for first in range(0, E, _READ):
-        found = ()
-        for i in tl.static_range(_READ):
-            before_N1 = position_N1 - first - i
-            back_N1 = tl.load(back_ptr + t_N1 * E + first + i, mask=there_N1, other=-1)
-            own_N1 = back_N1 >= 0
-            kept_N1 = (row_N1 * E + tl.maximum(before_N1, 0) % E) * V
-            kept_NV = tl.load(kept_ptr + kept_N1 + v_1V, mask=live_NV & ~own_N1 & (before_N1 >= 0), other=0.0)
-            a_NV = tl.load(a_ptr + back_N1 * a_stride + v_1V, mask=live_NV & own_N1, other=0.0).to(tl.float32)
-            a_NV += bias_1V
-            g_NV = rate_1V * (tl.maximum(a_NV, 0.0) + tl.log(1 + tl.exp(-tl.abs(a_NV))))
-            found += (tl.where(own_N1, g_NV, kept_NV),)  # type: ignore[assignment]
-        for i in tl.static_range(_READ):
-            run_NV += found[i]
-            tl.store(decays_ptr + (t_N1 * E + first + i) * V + v_1V, tl.exp(run_NV), mask=live_NV)
-            if (first == 0) & (i == 0):
-                tl.store(decay_ptr + t_N1 * V + v_1V, run_NV, mask=live_NV)
+@triton.jit
+def _add_decays(
+    first, end, v_H, there_H, rate_H, bias_H, b_ptr, a_ptr, kept_decay, rows_ptr, position_ptr, back_ptr, beta_ptr,
+    decay_ptr, decays_ptr, b_stride, a_stride, V: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    index_E = tl.arange(0, E)
+    index_E1, v_1H, there_1H = index_E[:, None], v_H[None, :], there_H[None, :]
+    for t in range(first, end):
+        row, position = tl.load(rows_ptr + t), tl.load(position_ptr + t)
+        back_E1 = tl.load(back_ptr + t * E + index_E)[:, None]
+        own_E1, before_E1 = back_E1 >= 0, position - index_E1
+        a_EH = tl.load(a_ptr + back_E1 * a_stride + v_1H, mask=own_E1 & there_1H, other=0.0).to(tl.float32)
+        at_EH = kept_decay + (row * E + tl.maximum(before_E1, 0) % E) * V + v_1H
+        kept_EH = tl.load(at_EH, mask=~own_E1 & (before_E1 >= 0) & there_1H, other=0.0)
+        a_EH += bias_H[None, :]
+        g_EH = rate_H[None, :] * (tl.maximum(a_EH, 0.0) + tl.log(1 + tl.exp(-tl.abs(a_EH))))
+        g_EH = tl.where(own_E1, g_EH, kept_EH)
+        tl.store(decay_ptr + t * V + v_1H + 0 * index_E1, g_EH, mask=there_1H & (index_E1 == 0))
+        decays_HE = tl.trans(tl.exp(tl.cumsum(g_EH, 0)))
+        at_HE = decays_ptr + (t * V + v_H[:, None]) * E + index_E[None, :]
+        tl.store(at_HE, decays_HE, mask=there_H[:, None])
+        b_H = tl.load(b_ptr + t * b_stride + v_H, mask=there_H, other=0.0)
+        beta_H = (1 / (1 + tl.exp(-b_H.to(tl.float32)))).to(b_H.dtype)
+        tl.store(beta_ptr + t * V + v_H, beta_H.to(tl.float32), mask=there_H)
 
 
 @triton.jit

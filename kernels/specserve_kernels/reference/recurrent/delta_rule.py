@@ -63,13 +63,15 @@ class Left(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Of each token: query and key, normalized, in the dtype of entries; value; the factor of its correction, and g."""
+    """Of each token: query and key, normalized, in the dtype of entries; value; the factor of its correction; g; and
+    ``exp`` of its g and those of the tokens before it on its path, by how many tokens before."""
 
     query_TJD: Tensor
     key_TJD: Tensor
     value_TVU: Tensor
     beta_TV: Tensor
     decay_TV: Tensor
+    decays_TVE: Tensor
 
 
 def lag(position: Tensor, block: int) -> Tensor:
@@ -77,7 +79,7 @@ def lag(position: Tensor, block: int) -> Tensor:
     return (position // block - 1).clamp(min=0) * block
 
 
-def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
+def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
     """Return the outputs ``[T, V, U]`` of trees' nodes, parents before children, and write corrected values to
     ``made_TVU``. Changes nothing else. Outputs of unused nodes, after the last run, are 0."""
     block = kept.key_REJD.shape[1] // 2
@@ -92,14 +94,12 @@ def delta_nodes(inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs
                 at_BC = (begin_B[:, None] + torch.arange(block, device=begin_B.device)) % (2 * block)
                 later = fold(state, *(table[runs.rows_B[:, None], at_BC] for table in kept[1:]))
             read = later.where(later_B[:, None, None, None], state)
-        _run_token(inputs, decay_TEV, kept, runs, index, read, out, made)
+        _run_token(inputs, kept, runs, index, read, out, made)
     made_TVU.copy_(made[:-1])
     return out[:-1]
 
 
-def delta_prompts(
-    inputs: DeltaInputs, decay_TEV: Tensor, kept: Lagged, runs: Runs, made_TVU: Tensor
-) -> Tensor:
+def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
     """Do the same for prompts' chunks, and advance the rows' states past them; the ring stays. Runs of one row are
     padding."""
     block, device = kept.key_REJD.shape[1] // 2, runs.rows_B.device
@@ -114,7 +114,7 @@ def delta_prompts(
             found = (_at(runs, each, table, at_BC) for each, table in zip(entries, kept[1:], strict=True))
             state = fold(state, *found).where(full_B[:, None, None, None], state)
         if index < runs.longest:
-            _run_token(inputs, decay_TEV, kept, runs, index, state, out, made)
+            _run_token(inputs, kept, runs, index, state, out, made)
     kept.state_RVDU[runs.rows_B] = state
     made_TVU.copy_(made[:-1])
     return out[:-1]
@@ -172,7 +172,6 @@ def _at(runs: Runs, source_TX: Tensor, kept_REX: Tensor, position_BC: Tensor) ->
 
 def _run_token(
     inputs: DeltaInputs,
-    decay_TEV: Tensor,
     kept: Lagged,
     runs: Runs,
     index: int,
@@ -193,10 +192,8 @@ def _run_token(
         return own_BSX.where((back_BS >= 0).view(*back_BS.shape, 1, 1), ring_BSX).to(wide)
 
     key_BSJD, value_BSVU = entry(inputs.key_TJD, kept.key_REJD), entry(made_TVU, kept.value_REVU)
-    decay_BEV = decay_TEV[token_B]
-    whole_BV = decay_BEV.gather(
-        1, (position_B - lag(position_B, entries // 2)).view(-1, 1, 1).expand(-1, 1, decay_BEV.shape[2])
-    )[:, 0]
+    decay_BEV = inputs.decays_TVE[token_B].transpose(1, 2)
+    whole_BV = decay_BEV[torch.arange(len(token_B)), position_B - lag(position_B, entries // 2)]
 
     def read(vector_BJD: Tensor) -> Tensor:
         """Return what state and entries return for a key or a query, ``[B, V, U]``."""

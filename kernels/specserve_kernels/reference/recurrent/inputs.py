@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.recurrent.delta_rule import Left, Runs
+from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Left, Runs
 
 NEVER = 2**62  # tokens that no text has
 EPS = 1e-6  # added to the squared length of queries and keys
@@ -35,12 +35,25 @@ def place(position: Tensor, width: int, page: int) -> Tensor:
     return position // page % 2 * width + position % width
 
 
-def convolve(
-    x_TC: Tensor, weight_CK: Tensor, kept_RWC: Tensor, runs: Runs, left: Left
-) -> tuple[Tensor, Tensor]:
-    """Return queries, ``1 / sqrt(D)`` long, and values; write keys, 1 long, and ``x_TC`` to ``left``. All but the last
-    are the SiLU of the sum of each token's channels and those of the K - 1 tokens before it on its path, weighed by tap
-    and channel, rounded before it is normalized. ``kept_RWC``: of rows' last tokens, by ``place``."""
+def delta_inputs(
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    b_TV: Tensor,
+    a_TV: Tensor,
+    rate_V: Tensor,
+    bias_V: Tensor,
+    kept_RWC: Tensor,
+    kept_REV: Tensor,
+    runs: Runs,
+    left: Left,
+) -> DeltaInputs:
+    """Return what each token gives, of its input ``x_TC``, the convolution's weights, and ``b_TV``, ``a_TV`` and its
+    heads' weights; write to ``left`` what its row keeps, but values.
+
+    Queries are ``1 / sqrt(D)`` long, keys 1. With values they are the SiLU of the sum of each token's channels and
+    those of the K - 1 tokens before it on its path, weighed by tap and channel, rounded before it is normalized.
+    ``kept_RWC``: of rows' last tokens, by ``place``. The factor of a correction is
+    ``sigmoid(b)``, rounded, and ``g = -exp(rate) * softplus(a + bias)``."""
     wide, width = torch.promote_types(x_TC.dtype, torch.float32), weight_CK.shape[1] - 1
     weight_KC = weight_CK.to(wide).T
     total_TC = weight_KC[-1] * x_TC.to(wide)
@@ -54,9 +67,11 @@ def convolve(
     query_TJD, key_TJD = (each.unflatten(1, (heads, size)) for each in mixed_TC[:, : 2 * keys].chunk(2, 1))
     left.key_TJD.copy_(_normed(key_TJD.to(wide), 1))
     left.input_TC.copy_(x_TC)
-    return _normed(query_TJD.to(wide), size**-0.5).to(x_TC.dtype), mixed_TC[:, 2 * keys :].reshape_as(
-        left.value_TVU
-    )
+    query_TJD = _normed(query_TJD.to(wide), size**-0.5).to(x_TC.dtype)
+    value_TVU = mixed_TC[:, 2 * keys :].reshape_as(left.value_TVU)
+    beta_TV = _sigmoid(b_TV.to(wide)).to(b_TV.dtype).to(wide)
+    decays_TVE = _decays(a_TV, rate_V, bias_V, kept_REV, runs, left.decay_TV)
+    return DeltaInputs(query_TJD, left.key_TJD, value_TVU, beta_TV, left.decay_TV, decays_TVE)
 
 
 def _normed(x_TJD: Tensor, length: float) -> Tensor:
@@ -68,22 +83,19 @@ def _sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + (-x).exp())
 
 
-def delta_decays(
-    b_TV: Tensor, a_TV: Tensor, rate_V: Tensor, bias_V: Tensor, kept_REV: Tensor, runs: Runs, left: Left
-) -> tuple[Tensor, Tensor]:
-    """Return the factor of each token's correction, ``sigmoid(b)``, rounded, and ``exp`` of its g and those of the
-    tokens before it, added one by one: ``[T, E, V]``, by how many tokens before. Write ``g = -exp(rate) * softplus(a +
-    bias)`` to ``left``."""
-    back_TE, entries, wide = runs.back_TE, kept_REV.shape[1], rate_V.dtype
-    sum_TV = a_TV.to(wide) + bias_V
+def _decays(
+    a_TV: Tensor, rate_V: Tensor, bias_V: Tensor, kept_REV: Tensor, runs: Runs, decay_TV: Tensor
+) -> Tensor:
+    """Write each token's g. Return ``exp`` of its and those of the tokens before it, added one by one."""
+    back_TE, entries = runs.back_TE, kept_REV.shape[1]
+    sum_TV = a_TV.to(rate_V.dtype) + bias_V
     softplus_TV = sum_TV.clamp(min=0) + (-sum_TV.abs()).exp().log1p()
-    decay_TV = left.decay_TV.copy_(-rate_V.exp() * softplus_TV)
+    decay_TV.copy_(-rate_V.exp() * softplus_TV)
     before_TE = runs.position_T[:, None] - torch.arange(entries, device=back_TE.device)
     kept_TEV = kept_REV[runs.rows_T[:, None], before_TE % entries]
     decay_TEV = decay_TV[back_TE.clamp(min=0)].where((back_TE >= 0)[..., None], kept_TEV)
-    return _sigmoid(b_TV.to(wide)).to(b_TV.dtype).to(wide), decay_TEV.where(
-        (before_TE >= 0)[..., None], 0
-    ).cumsum(1).exp()
+    decays_TEV = decay_TEV.where((before_TE >= 0)[..., None], 0).cumsum(1).exp()
+    return decays_TEV.transpose(1, 2).contiguous()
 
 
 def keep_last(
