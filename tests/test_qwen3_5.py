@@ -35,13 +35,14 @@ def test_the_text_of_transformers_over_many_blocks(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", "float64"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+    ("device", "dtype", "count"),
+    [("cpu", "float64", 6), pytest.param("cuda", "bfloat16", 2, marks=pytest.mark.gpu)],
 )
 def test_every_text_is_identical(
-    device: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In half of the configurations: in chunks, pages and trees across ends of blocks, from cached prefixes, and
-    preempted."""
+    """In chunks, pages and trees across ends of blocks, from cached prefixes, and preempted; on a GPU, where each
+    configuration compiles kernels, in two."""
     monkeypatch.setattr(states, "BLOCK", 16)
     monkeypatch.setattr(points, "LAUNCH_COST", 4)
     target = make_qwen3_5(tmp_path / "target", branch_scale=0.04, head_dim=32, state_size=16)
@@ -49,10 +50,10 @@ def test_every_text_is_identical(
     (text,) = prompts([40])
     items = make_items([text[:length] for length in (3, 15, 16, 17, 31, 40)], 6, 20)
     choices = {**CHOICES, "speculation": ["EAGLE chain", "EAGLE tree", "NGRAM tree"], "batch": [4, 1]}
-    report = check_matrix(models, items, 6, pairwise(choices)[::2])
+    report = check_matrix(models, items, 6, pairwise(choices)[::2][:count])
     assert max(row.mean_accepted_length for row in report.rows) > 1.5
     assert report.preemptions > 1
-    assert sum(row.cached_tokens > 0 for row in report.rows) > 1
+    assert sum(row.cached_tokens > 0 for row in report.rows) > count // 4
 
 
 @pytest.mark.parametrize("rows", [1, 2])
