@@ -2,9 +2,10 @@
 size, P = T * K pairs of a token and one of its experts, X tiles of pairs with the same expert.
 
 Tiles of pairs are multiplied by their expert's weights: each expert that a token chose is read once. Inputs are added
-16 at a time in order, as in ``linear``, and a token's outputs in the order of its experts: its bits depend neither on
-other tokens nor on how many there are. For few tokens the program that is the last to multiply adds them, and the same
-launches read plain weights of the expert that all tokens share; its output is rounded before it is added, as elsewhere.
+16 at a time in one order, that of ``words`` or of ``linear``, and a token's outputs in the order of its experts: its
+bits depend neither on other tokens nor on how many there are. For few tokens the program that is the last to multiply
+adds them, and the same launches read plain weights of the expert that all tokens share; its output is rounded before it
+is added, as elsewhere.
 
 Weights as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, floats of 4 bits
 with their scales, and a step's sum, from zero, is multiplied by the scale of others. That also ends the step's product:
@@ -23,31 +24,49 @@ from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
 from specserve_kernels.ops.experts.route import pairs_of_tile
+from specserve_kernels.ops.experts.words import (
+    as_read,
+    as_words,
+    in_rows,
+    load_words,
+    weight_of_bytes,
+    weight_of_nibbles,
+)
 from specserve_kernels.ops.layer.activation import activate
-from specserve_kernels.ops.linear.floats import load_floats
+from specserve_kernels.ops.linear.floats import weight_of_floats
 from specserve_kernels.ops.linear.linear import linear
-from specserve_kernels.ops.linear.nibbles import BFLOATS, BFLOATS_LESS, HALFS, HALFS_LESS
-from specserve_kernels.ops.linear.packed import COMPILED, add_step, in_order, number_of, numbers, words_of
+from specserve_kernels.ops.linear.packed import add_step, number_of, words_of
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import STEP, Packed
+from specserve_kernels.reference.linear.quantize import FP8
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
 BLOCK_H = 1024  # hidden channels of a program that adds outputs
-PLAIN = {"BITS": 16, "FLOATS": 0, "TOTAL": 0, "SCALES": 0, "ROWS": 1, "GROUPED": False, "SCALE": tl.float32}
-"""The format of a weight that is not ``Packed``: bits, inputs of a group of floats, rows of all experts, scales of a
-group of inputs, outputs of a scale, whether groups have different ones, and their dtype."""
+PLAIN = {
+    "BITS": 16,
+    "FLOATS": 0,
+    "FP8": False,
+    "TOTAL": 0,
+    "SCALES": 0,
+    "ROWS": 1,
+    "GROUPED": False,
+    "SCALE": tl.float32,
+}
+"""The format of a weight that is not ``Packed``: bits, inputs of a group of floats, whether it is FP8, rows of all
+experts, scales of a group of inputs, outputs of a scale, whether groups have different ones, and their dtype."""
 
 
 class Block(NamedTuple):
-    """Of a program: outputs, inputs of a step, warps, and stages."""
+    """Of a program: outputs, inputs of a step, warps, stages, and most registers of a thread."""
 
     outputs: int
     inputs: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
@@ -60,11 +79,11 @@ def blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
 
 
 def packed_blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
-    """Choose them for weights of 8 and 4 bits, whose steps are their own. With fewer outputs, Triton would take inputs
-    in another order. Registers hold each sum twice."""
+    """Choose them for weights of 8 and 4 bits, whose steps are their own: at least 16 rows a warp, which reads them.
+    Registers hold each sum twice; two programs of 64 pairs have room, and one multiplies while the other converts."""
     stages = (6 if pairs == 16 else 5) - element_size
-    block = Block(64, 0, 8 if pairs == 128 else 4, stages)
-    return block, block
+    registers = 128 if pairs == 64 and element_size == 2 else None
+    return Block(64, 0, 8, stages, registers), Block(128, 0, 8, stages, registers)
 
 
 def run_experts(
@@ -164,7 +183,9 @@ def _launch(
     options: dict[str, Any] = {
         "BLOCK_O": block.outputs,
         "BLOCK_I": block.inputs,
+        "WARPS": block.warps,
         "num_warps": block.warps,
+        "maxnreg": block.registers,
         "num_stages": block.stages,
     }
     if isinstance(weight, Tensor):
@@ -175,6 +196,7 @@ def _launch(
         "num_stages": block.stages * min(2, STEP // weight.step),
         "BITS": weight.bits,
         "FLOATS": weight.floats,
+        "FP8": values.dtype == FP8,
         "TOTAL": len(values),
         "SCALES": scale.shape[1],
         "ROWS": weight.rows,
@@ -182,7 +204,7 @@ def _launch(
         "SCALE": getattr(tl, "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")),
     }
     scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
-    return (words_of(values) if weight.floats else values, scale, zero, weight.unit_O), options, block.outputs
+    return (words_of(values), scale, zero, weight.unit_O), options, block.outputs
 
 
 @triton.jit(do_not_specialize=["tokens", "first_expert"])
@@ -210,8 +232,10 @@ def _gate_up_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    WARPS: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    FP8: tl.constexpr,
     TOTAL: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -219,7 +243,7 @@ def _gate_up_kernel(
     SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = (BITS, FLOATS, TOTAL, SCALES, ROWS, GROUPED, SCALE)
+    FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS)
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
@@ -228,8 +252,7 @@ def _gate_up_kernel(
     if SHARED and tile < 0:
         row = (tl.program_id(0) * I + o).to(tl.int64)
         there, here = (o < I) & (row < SHARED), p < tokens
-        stored = shared_ptr, None, None
-        gate, up = _gates(stored, x_ptr, p, stride, row, row + SHARED, there, here, h, H, BLOCK_I, FORMAT)
+        gate, up = _gates(shared_ptr, x_ptr, p, stride, row, row + SHARED, there, here, h, H, BLOCK_I)
         out_ptrs = out_ptr + tokens * K * I + p[None, :] * SHARED + row[:, None]
         _store_gated(gate, up, out_ptrs, here[None, :] & there[:, None], GATED)
         return
@@ -238,23 +261,26 @@ def _gate_up_kernel(
     if _is_own(expert, E, OWN):
         here = first + p < end
         token = tl.load(order_ptr + first + p, mask=here, other=0) // K
-        row, there = expert.to(tl.int64) * (2 * I) + o, o < I
-        stored = weight_ptr, scale_ptr, zero_ptr
-        gate, up = _gates(stored, x_ptr, token, stride, row, row + I, there, here, h, H, BLOCK_I, FORMAT)
-        if unit_ptr is not None:
-            gate *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
-            up *= tl.load(unit_ptr + row + I, mask=there, other=0)[:, None]
-        if bias_ptr is not None:
-            bias_ptrs = bias_ptr + expert * 2 * I + o
-            gate = _add_bias(gate, bias_ptrs, o < I)
-            up = _add_bias(up, bias_ptrs + I, o < I)
+        there = o < I
+        if BITS == 16:
+            row = expert.to(tl.int64) * (2 * I) + o
+            gate, up = _gates(weight_ptr, x_ptr, token, stride, row, row + I, there, here, h, H, BLOCK_I)
+            if bias_ptr is not None:
+                gate = _add_bias(gate, bias_ptr + row, there)
+                up = _add_bias(up, bias_ptr + row + I, there)
+        else:
+            stored = weight_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr
+            x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride
+            steps: tl.constexpr = (H + BLOCK_I - 1) // BLOCK_I
+            sums = _packed_sums(stored, x_ptrs, here, expert, True, steps, 2, I, H, BLOCK_O, FORMAT)
+            gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_O, BLOCK_P)), (1, 2, 0)))
         out_ptrs = out_ptr + (first + p).to(tl.int64)[None, :] * I + o[:, None]
         _store_gated(gate, up, out_ptrs, here[None, :] & there[:, None], GATED)
 
 
 @triton.jit
 def _gates(
-    stored,
+    weight_ptr,
     x_ptr,
     token,
     stride,
@@ -265,17 +291,16 @@ def _gates(
     h,
     H: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):
-    """Return the products of tokens and two rows for each output, ``[O, P]`` each."""
+    """Return the products of tokens and two plain rows for each output, ``[O, P]`` each."""
     gate = tl.zeros((gate_row.shape[0], token.shape[0]), tl.float32)
     up = gate
     for step in range(0, (H + BLOCK_I - 1) // BLOCK_I):
         at = step * BLOCK_I + h
         x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride + at[:, None]
         x = tl.load(x_ptrs, mask=here[None, :] & (at < H)[:, None], other=0)
-        gate = _add_products(stored, gate_row, there, at, step, x, gate, H, BLOCK_I, FORMAT)
-        up = _add_products(stored, up_row, there, at, step, x, up, H, BLOCK_I, FORMAT)
+        gate = _add_plain(weight_ptr, gate_row, there, at, x, gate, H)
+        up = _add_plain(weight_ptr, up_row, there, at, x, up, H)
     return gate, up
 
 
@@ -321,8 +346,10 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    WARPS: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    FP8: tl.constexpr,
     TOTAL: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -332,7 +359,7 @@ def _down_kernel(
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
     waits: the launch before made the inner states, the one before that the tiles."""
-    FORMAT: tl.constexpr = (BITS, FLOATS, TOTAL, SCALES, ROWS, GROUPED, SCALE)
+    FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS)
     p, o, i = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     tile = tl.program_id(0) - (SHARED > 0)  # the shared expert's comes first
     tile_ptrs = tile_ptr + tile * 3
@@ -346,26 +373,26 @@ def _down_kernel(
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
     if expert < E:
-        steps, there = (I + BLOCK_I - 1) // BLOCK_I, o < H
+        steps, own = (I + BLOCK_I - 1) // BLOCK_I, expert < E
         if OWN < E:  # a tile of another rank's expert takes its ticket alone
             expert -= first_expert
             own = _is_own(expert, E, OWN)
-            here, there, steps = here & own, there & own, tl.where(own, steps, 0)
-        row = expert.to(tl.int64) * H + o
-        sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
-        if SHARED and tile < 0:
-            x_ptrs = inner_ptr + tokens * K * I + p[None, :] * SHARED
-            count = (SHARED + BLOCK_I - 1) // BLOCK_I
-            here, there, pair, steps = p < tokens, o < 0, (tokens * K + p).to(tl.int64), 0
-            stored = own_ptr, None, None
-            sums = _sums(stored, x_ptrs, o, o < H, here, i, count, sums, SHARED, BLOCK_I, FORMAT)
+            here, steps = here & own, tl.where(own, steps, 0)
         x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I
-        stored = weight_ptr, scale_ptr, zero_ptr
-        sums = _sums(stored, x_ptrs, row, there, here, i, steps, sums, I, BLOCK_I, FORMAT)
-        if unit_ptr is not None:
-            sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
-        if bias_ptr is not None:
-            sums = _add_bias(sums, bias_ptr + expert * H + o, there)
+        if BITS == 16:
+            row, there = expert.to(tl.int64) * H + o, (o < H) & own
+            sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
+            if SHARED and tile < 0:
+                shared_ptrs = inner_ptr + tokens * K * I + p[None, :] * SHARED
+                count = (SHARED + BLOCK_I - 1) // BLOCK_I
+                here, there, pair, steps = p < tokens, o < 0, (tokens * K + p).to(tl.int64), 0
+                sums = _sums(own_ptr, shared_ptrs, o, o < H, here, i, count, sums, SHARED, BLOCK_I)
+            sums = _sums(weight_ptr, x_ptrs, row, there, here, i, steps, sums, I, BLOCK_I)
+            if bias_ptr is not None:
+                sums = _add_bias(sums, bias_ptr + row, there)
+        else:
+            stored = weight_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr
+            sums = _packed_sums(stored, x_ptrs, here, expert, own, steps, 1, H, I, BLOCK_O, FORMAT)
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
         if ADDED:
             used = tl.load(tile_ptr + tiles * 3) + (SHARED > 0)
@@ -379,62 +406,108 @@ def _down_kernel(
 
 
 @triton.jit
-def _sums(
-    stored,
-    x_ptrs,
-    row,
-    there,
-    here,
-    i,
-    steps,
-    sums,
-    INPUTS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """Return ``sums`` plus the products of inner states and rows, ``[O, P]``."""
+def _sums(weight_ptr, x_ptrs, row, there, here, i, steps, sums, INPUTS: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Return ``sums`` plus the products of inner states and plain rows, ``[O, P]``."""
     for step in range(0, steps):
         at = step * BLOCK_I + i
         x = tl.load(x_ptrs + at[:, None], mask=here[None, :] & (at < INPUTS)[:, None], other=0)
-        sums = _add_products(stored, row, there, at, step, x, sums, INPUTS, BLOCK_I, FORMAT)
+        sums = _add_plain(weight_ptr, row, there, at, x, sums, INPUTS)
     return sums
 
 
 @triton.jit
-def _add_products(
-    stored, row, there, at, step, x, sums, INPUTS: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr
+def _add_plain(weight_ptr, row, there, at, x, sums, INPUTS: tl.constexpr):
+    """Return ``sums`` plus the products of inputs ``x`` and some rows' weights."""
+    weight_ptrs = weight_ptr + row[:, None] * INPUTS + at[None, :]
+    weight = tl.load(weight_ptrs, mask=there[:, None] & (at < INPUTS)[None, :], other=0)
+    return tl.dot(weight, x, sums, input_precision="ieee")
+
+
+@triton.jit
+def _packed_sums(
+    stored,
+    x_ptrs,
+    here,
+    expert,
+    own,
+    steps,
+    HALVES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
-    """Return ``sums`` plus the products of a step's inputs ``x`` and the weights of some rows."""
-    BITS: tl.constexpr = FORMAT[0]
-    GROUP: tl.constexpr = FORMAT[1]  # of floats of 4 bits
-    TOTAL: tl.constexpr = FORMAT[2]
-    SCALES: tl.constexpr = FORMAT[3]
-    ROWS: tl.constexpr = FORMAT[4]
-    GROUPED: tl.constexpr = FORMAT[5]
-    SCALE: tl.constexpr = FORMAT[6]
-    weight_ptr, scale_ptr, zero_ptr = stored
-    if BITS == 16:
-        weight_ptrs = weight_ptr + row[:, None] * INPUTS + at[None, :]
-        weight = tl.load(weight_ptrs, mask=there[:, None] & (at < INPUTS)[None, :], other=0)
-        return tl.dot(weight, x, sums, input_precision="ieee")
-    elif GROUP:
-        weight = load_floats(weight_ptr, scale_ptr, row, there, step, INPUTS, TOTAL, GROUP, x.dtype)
-        return add_step(weight, x, sums)
+    """Return the products of a tile's inputs and the weights of a program's outputs, with units and biases. An expert's
+    weight has one or two halves of ``WIDTH`` rows, of each of which the result has ``BLOCK_O``."""
+    STEP: tl.constexpr = FORMAT[0]
+    BITS: tl.constexpr = FORMAT[1]
+    WARPS: tl.constexpr = FORMAT[9]
+    weight_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr = stored
+    r = tl.arange(0, HALVES * BLOCK_O)
+    row, there = _rows(r, expert, own, HALVES, WIDTH, BLOCK_O)
+    read, read_there = _rows(as_read(r, WARPS), expert, own, HALVES, WIDTH, BLOCK_O)
+    sums = tl.zeros((HALVES * BLOCK_O, x_ptrs.shape[1]), tl.float32)
+    scale = _scales(scale_ptr, row, there, 0, steps, FORMAT)
+    for step in range(0, steps):
+        at = step * STEP + tl.arange(0, STEP)
+        x = tl.load(x_ptrs + at[:, None], mask=here[None, :] & (at < INPUTS)[:, None], other=0)
+        words = load_words(weight_ptr, read, read_there, step, INPUTS, STEP, BITS)
+        after = _scales(scale_ptr, row, there, step + 1, steps, FORMAT)
+        sums = _add_products(words, scale_ptr, zero_ptr, read, read_there, step, x, sums, scale, FORMAT)
+        scale = after
+    if unit_ptr is not None:
+        sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
+    if bias_ptr is not None:
+        sums = _add_bias(sums, bias_ptr + row, there)
+    return sums
+
+
+@triton.jit
+def _rows(r, expert, own, HALVES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_O: tl.constexpr):
+    """Return which rows of all experts' weights those of a program's block are, and whether they exist."""
+    o = tl.program_id(1) * BLOCK_O + r % BLOCK_O
+    return (expert.to(tl.int64) * HALVES + r // BLOCK_O) * WIDTH + o, (o < WIDTH) & own
+
+
+@triton.jit
+def _add_products(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FORMAT: tl.constexpr):
+    """Return ``sums`` plus the products of a step's inputs ``x`` and its weight, of the rows that ``words`` are."""
+    BITS: tl.constexpr = FORMAT[1]
+    GROUP: tl.constexpr = FORMAT[2]  # of floats of 4 bits
+    FP8: tl.constexpr = FORMAT[3]
+    TOTAL: tl.constexpr = FORMAT[4]
+    WARPS: tl.constexpr = FORMAT[9]
+    if GROUP:
+        plain = tl.reshape(words, (words.shape[1], words.shape[2]))
+        weight = weight_of_floats(plain, scale_ptr + row, there, step, TOTAL, GROUP, x.dtype)
+        return add_step(in_rows(weight, WARPS), x, sums)
     else:
-        BYTES: tl.constexpr = STEP * BITS // 8
-        WIDTH: tl.constexpr = (INPUTS + STEP - 1) // STEP * BYTES
-        weight_ptrs = weight_ptr + row[:, None] * WIDTH + step * BYTES + tl.arange(0, BYTES)[None, :]
-        values = tl.load(weight_ptrs, mask=there[:, None])
-        ZEROS: tl.constexpr = zero_ptr is not None
-        weight = _as_floats(
-            values, zero_ptr + row if ZEROS else row, step, there, TOTAL, BITS, ZEROS, x.dtype
-        )
-        product = tl.dot(weight, x, input_precision="ieee")
-        if GROUPED:
-            scale = number_of(scale_ptr + row // ROWS, step, SCALES, there, SCALE).to(tl.float32)
+        if BITS == 8:
+            weight = weight_of_bytes(words, FP8, x.dtype)
+        elif zero_ptr is not None:
+            zero = number_of(zero_ptr + row, step, TOTAL, there, tl.uint8)
+            weight = weight_of_nibbles(words, zero.to(tl.int32), True, x.dtype)
         else:
-            scale = tl.load(scale_ptr + row // ROWS, mask=there, other=0).to(tl.float32)
+            weight = weight_of_nibbles(words, tl.full(row.shape, 8, tl.int32), False, x.dtype)
+        product = tl.dot(in_rows(weight, WARPS), as_words(x, BITS), input_precision="ieee")
         return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
+
+
+@triton.jit
+def _scales(scale_ptr, row, there, step, steps, FORMAT: tl.constexpr):
+    """Load a step's scales of integers and FP8: a step before, because Triton prefetches only what is multiplied."""
+    GROUP: tl.constexpr = FORMAT[2]
+    SCALES: tl.constexpr = FORMAT[5]
+    ROWS: tl.constexpr = FORMAT[6]
+    GROUPED: tl.constexpr = FORMAT[7]
+    SCALE: tl.constexpr = FORMAT[8]
+    if GROUP:
+        return tl.zeros((1,), tl.float32)
+    elif GROUPED:
+        ptrs, there = scale_ptr + row // ROWS, there & (step < steps)
+        return number_of(ptrs, step, SCALES, there, SCALE).to(tl.float32)
+    else:
+        return tl.load(scale_ptr + row // ROWS, mask=there, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -442,44 +515,6 @@ def _add_bias(sums, ptrs, there):
     """A plain addition would become the product's, before all others, where there is one step: see ``add_step``."""
     bias = tl.load(ptrs, mask=there, other=0).to(tl.float32)
     return tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), tl.broadcast_to(bias[:, None], sums.shape))
-
-
-@triton.jit
-def _as_floats(
-    values,
-    zero_ptrs,
-    step,
-    there,
-    TOTAL: tl.constexpr,
-    BITS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Return a step's numbers, exactly, in the dtype of the activations."""
-    if BITS == 4 and COMPILED and dtype.primitive_bitwidth == 16:
-        if ZEROS:
-            zero = number_of(zero_ptrs, step, TOTAL, there, tl.uint8)
-            low, high = tl.inline_asm_elementwise(
-                BFLOATS_LESS if dtype == tl.bfloat16 else HALFS_LESS,
-                "=r,=r,=r,=r,r,r",
-                [values, tl.broadcast_to(zero[:, None], values.shape)],
-                dtype=(dtype.value, dtype.value),
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                BFLOATS if dtype == tl.bfloat16 else HALFS,
-                "=r,=r,=r,=r,r",
-                [values],
-                dtype=(dtype.value, dtype.value),
-                is_pure=True,
-                pack=4,
-            )
-        return in_order(low, high)
-    else:
-        plain = numbers(values, zero_ptrs, step, there, TOTAL, BITS, ZEROS).to(dtype)
-        return plain * 0.0625 if BITS == 4 and not ZEROS else plain
 
 
 @triton.jit(do_not_specialize=["first_expert"])

@@ -17,12 +17,14 @@ def _pairs(half: bool) -> str:
     half of the inputs (``$10``)."""
     lines = ["{", ".reg .b32 size, sign, none;", "mov.b32 none, 0x80008000;"]
     for number, (by, sign_by) in enumerate(TURNS):
-        lines.append(f"shf.l.wrap.b32 size, $8, $8, {by};")
+        lines.append(
+            f"shf.l.wrap.b32 size, $8, $8, {by};" if by > PLACES[0][0] else f"mul.lo.u32 size, $8, {1 << by};"
+        )
         if by == sign_by:
             lines.append("and.b32 size, size, 0x81c081c0;")
         else:
             lines += [
-                f"shf.l.wrap.b32 sign, $8, $8, {sign_by};",
+                f"mul.lo.u32 sign, $8, {1 << sign_by};",
                 "and.b32 sign, sign, 0x80008000;",
                 "lop3.b32 size, size, 0x01c001c0, sign, 0xea;",
             ]
@@ -41,31 +43,12 @@ def _pairs(half: bool) -> str:
 
 def _factor(half: bool) -> str:
     """PTX that makes two equal floats of the byte of a word (``$1``) that ``$2`` selects: a scale by a power of two."""
-    shift = "shl.b32 $0, $0, 7;" if half else "mad.lo.u32 $0, $0, 16, 0x70007000;"
+    shift = "mul.lo.u32 $0, $0, 0x00800080;" if half else "mad.lo.u32 $0, $0, 0x00100010, 0x70007000;"
     return f"prmt.b32 $0, $1, 0, $2; {shift}"
 
 
 _BFLOAT_PAIRS, _HALF_PAIRS = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
 _BFLOAT_FACTOR, _HALF_FACTOR = tl.constexpr(_factor(False)), tl.constexpr(_factor(True))
-
-
-@triton.jit
-def load_floats(
-    words_ptr,
-    scale_ptr,
-    row,
-    there,
-    step,
-    INPUTS: tl.constexpr,
-    TOTAL: tl.constexpr,
-    GROUP: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Load a step's weight of some rows, of ``TOTAL``, as ``weight_of_floats`` returns it."""
-    WIDTH: tl.constexpr = (INPUTS + 127) // 128 * 16
-    words_ptrs = words_ptr + row[:, None] * WIDTH + step * 16 + tl.arange(0, 16)[None, :]
-    words = tl.load(words_ptrs, mask=there[:, None])
-    return weight_of_floats(words, scale_ptr + row, there, step, TOTAL, GROUP, dtype)
 
 
 @triton.jit
@@ -113,7 +96,7 @@ def _factors(scales, byte, dtype: tl.constexpr):
         made = tl.inline_asm_elementwise(
             _BFLOAT_FACTOR if dtype == tl.bfloat16 else _HALF_FACTOR,
             "=r,r,r",
-            [wide, byte * 0x101 + 0x4040],
+            [wide, byte + 0x4440],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
