@@ -34,6 +34,7 @@ from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import Gpu, Limits, assume
 from specserve_kernels.ops.experts.experts import run_experts
 from specserve_kernels.ops.experts.route import route
+from specserve_kernels.ops.layer.activation import apply_gate
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
@@ -588,11 +589,12 @@ def launch_norms() -> None:
 
 
 def launch_wide(tokens: int) -> None:
-    """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
+    """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's, also after cuBLAS."""
     scale_OG = torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
     integer_linear(round_inputs(x_TI, torch.int8), weight(28672, 4096, torch.int8), scale_OG, None, "silu")
     swap_ab_linear(x_TI, weight(28672, 4096), "silu")
+    apply_gate(torch.zeros(tokens, 28672, dtype=torch.bfloat16), "silu")
 
 
 def launch_experts(tokens: int, correction: bool = False, biased: bool = False, first: int = 0) -> None:
