@@ -453,7 +453,7 @@ def _packed_sums(
         x = tl.load(x_ptrs + at[:, None], mask=here[None, :] & (at < INPUTS)[:, None], other=0)
         words = load_words(weight_ptr, read, read_there, step, INPUTS, STEP, BITS)
         after = _scales(scale_ptr, row, there, step + 1, steps, FORMAT)
-        sums = _add_products(words, scale_ptr, zero_ptr, read, read_there, step, x, sums, scale, FORMAT)
+        sums = _add_packed(words, scale_ptr, zero_ptr, read, read_there, step, x, sums, scale, FORMAT)
         scale = after
     if unit_ptr is not None:
         sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
@@ -470,7 +470,7 @@ def _rows(r, expert, own, HALVES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_O: tl
 
 
 @triton.jit
-def _add_products(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FORMAT: tl.constexpr):
+def _add_packed(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FORMAT: tl.constexpr):
     """Return ``sums`` plus the products of a step's inputs ``x`` and its weight, of the rows that ``words`` are."""
     BITS: tl.constexpr = FORMAT[1]
     GROUP: tl.constexpr = FORMAT[2]  # of floats of 4 bits
