@@ -134,6 +134,8 @@ def test_who_reads_before_it_waits() -> None:
     assert {name: read for name, read in early.items() if read} == {
         "work_of": {"length_B", "q_start"},  # of _attend_kernel
         "_down_kernel": {"order_ptr", "tile_ptrs"},
+        "_route_kernel": {"weight_ptrs"},
+        "_multiply_kernel": {"weight_ptrs"},
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},

@@ -262,11 +262,11 @@ def _attend_kernel(
         else:
             store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
             ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, HELD) + tile
-            tl.debug_barrier()
             merged, others = 0, units - 1
             if RUNS:  # the tile's first program merged all of its units
                 merged = share - 1 - begun % share
                 others = (begun + units - 1) // share - begun // share
+            tl.debug_barrier()
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == others:
                 tl.store(ticket, 0)
                 row = start

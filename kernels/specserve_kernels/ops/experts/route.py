@@ -166,14 +166,15 @@ def _route_kernel(
     t, e = block * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     x_ptrs, weight_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride, weight_ptr + e[None, :] * H
     first = tl.program_id(2) * EACH * PART
-    if EACH == 1 and BLOCK_H == PART:
+    WHOLE: tl.constexpr = EACH == 1 and BLOCK_H == PART
+    if WHOLE:
         h = first + tl.arange(0, PART)
         weight = load_settled(weight_ptrs + h[:, None], (e < E)[None, :] & (h < H)[:, None], 0)
-        take_turn(OVERLAP)
+    take_turn(OVERLAP)
+    if WHOLE:
         x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
         logits = _add_products(x, weight, tl.zeros((ROWS, BLOCK_E), tl.float32), SAME)
     else:
-        take_turn(OVERLAP)
         logits = tl.zeros((ROWS, BLOCK_E), tl.float32)
         for part in range(EACH):
             sums = tl.zeros((ROWS, BLOCK_E), tl.float32)
@@ -185,8 +186,8 @@ def _route_kernel(
             logits = tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), logits)  # not the next product's own
     part_ptrs = logits_ptr + (tl.program_id(2).to(tl.int64) * tokens + t)[:, None] * E + e[None, :]
     tl.store(part_ptrs, logits, mask=(t < tokens)[:, None] & (e < E)[None, :])
-    tl.debug_barrier()
     last = tl.num_programs(1) * SPLIT - 1
+    tl.debug_barrier()
     if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") != last:
         return
     tl.store(tickets_ptr + block, 0)
@@ -246,8 +247,8 @@ def _route_kernel(
         tl.store(rank_ptr + pair, rank, mask=chosen)
         tl.store(count_ptr + block * E + expert[None, :], count, mask=there[None, :])
     if PLACED > 1:
-        tl.debug_barrier()
         last = tl.num_programs(0)
+        tl.debug_barrier()
         if tl.atomic_add(tickets_ptr + last, 1, sem="acq_rel", scope="gpu") != last - 1:
             return
         tl.store(tickets_ptr + last, 0)
