@@ -128,7 +128,7 @@ def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "
 def read_ms(
     llm: LLM, shape: Shape | None, batch: int, context: int, experts: float | None = None
 ) -> float | None:
-    """The least time of a step of any model: its weights and caches are read, a draft's at each of its levels, and of
+    """The least time of a step of any model: its weights, caches and states are read, a draft's at each of its levels, and of
     each layer's experts as many as given. None for a card whose speed is not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     speed = next((speed for card, speed in CARDS.items() if card in name), None)
@@ -142,6 +142,8 @@ def read_ms(
         for specs, count in ((run.pool.config.target, 1), (run.pool.config.draft, levels))
         for spec in specs
     ]
+    if run.states is not None:
+        seen.append(run.states.kept.state_RVDU[:, 0].nbytes)
     moved = batch * sum(seen) + weights.once * (levels > 0) + levels * weights.level
     target = weights.read(weights.count if experts is None else experts)
     return max(target / speed * 1e3, _arithmetic_ms(one, batch * nodes)) + moved / speed * 1e3

@@ -84,6 +84,7 @@ def test_every_weight_format(dialect: str, dialects: Quantized, held: bool, tmp_
                 assert (0.7 < found < 1.5) if dialect == "mxfp4" else (0.9 < found < 1.1), (
                     "powers of two, or any"
                 )
+                assert weight_OI.mean().abs() < 0.06 * weight_OI.std()
 
 
 def test_replicas_and_parts_agree(tmp_path: Path) -> None:

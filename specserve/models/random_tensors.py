@@ -93,7 +93,11 @@ class RandomTensors(TensorFiles):
                 elif not dtype.is_floating_point:  # of mxfp4
                     scale = round(log2(scale)) + 127
                 scale = 1 / scale if "global" in kind else scale
-                return torch.full(shape, scale, dtype=dtype, device=device)
+                found = torch.full(shape, scale, dtype=dtype, device=device)
+                if dtype.is_floating_point and dtype != FP8:
+                    # Integers have a mean. Added up, it would grow from layer to layer until all tokens were alike.
+                    found.view(-1)[1::2].neg_()
+                return found
             spread = integers if dtype.itemsize == 1 else spread
         out = torch.empty(shape, dtype=dtype, device=device)
         return draw(self._owner + name, out, spread, len(shape) < 2 and kind != "bias", cut)
