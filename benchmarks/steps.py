@@ -128,8 +128,8 @@ def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "
 def read_ms(
     llm: LLM, shape: Shape | None, batch: int, context: int, experts: float | None = None
 ) -> float | None:
-    """The least time of a step of any model: its weights, caches and states are read, a draft's at each of its levels, and of
-    each layer's experts as many as given. None for a card whose speed is not known."""
+    """The least time of a step of any model: its weights, caches and states are read, a draft's at each of its levels,
+    and of each layer's experts as many as given. None for a card whose speed is not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     speed = next((speed for card, speed in CARDS.items() if card in name), None)
     if speed is None:
