@@ -88,6 +88,7 @@ def test_only_what_is_needed_is_fetched() -> None:
     index = "model.safetensors.index.json"
     assert set(hub.model_files(LLAMA)) == {*SMALL, index}, "the weights are those that the index names"
     assert set(hub.model_files(LLAMA, code=True)) == {*SMALL, index, "modeling_custom.py"}
+    assert set(hub.model_files([*LLAMA, "mtp.safetensors"])) == {*SMALL, index, "mtp.safetensors"}
     pickles = [name for name in LLAMA if "safetensors" not in name]
     assert set(hub.model_files(pickles)) == {*SMALL, "pytorch_model.bin.index.json"}
 
@@ -96,6 +97,10 @@ def test_only_what_is_needed_is_fetched() -> None:
     ("names", "weights"),
     [
         (["consolidated.safetensors", "model.safetensors"], ["model.safetensors"]),
+        (
+            ["model.safetensors", "mtp.safetensors", "onnx/mtp.safetensors"],
+            ["model.safetensors", "mtp.safetensors"],
+        ),
         (["consolidated.safetensors"], ["consolidated.safetensors"]),
         (["consolidated.safetensors", "draft.safetensors"], ["draft.safetensors"]),
         (["adapter_model.safetensors", "model.fp32.safetensors", "model.safetensors"], ["model.safetensors"]),

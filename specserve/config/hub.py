@@ -23,6 +23,7 @@ _ELSEWHERE = "`hf download` it elsewhere and give its directory"
 _STEMS = ("model.safetensors", "pytorch_model.bin")  # in the order in which the loader looks for them
 _HEADS = "_lm_head.pt"  # of Medusa and similar drafts
 _INDEX = ".index.json"
+_OWN = "*mtp*.safetensors"  # of a layer that drafts, which an index may lack
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -63,11 +64,12 @@ def is_id(given: str) -> bool:
 
 
 def model_files(names: Sequence[str], code: bool = False) -> list[str]:
-    """Return the files of a model or draft: configuration, tokenizer, and the weights that the loader reads, or only
-    their index."""
+    """Return the files of a model or draft: configuration, tokenizer, and the weights that the loader reads, or their
+    index and those that it may lack."""
     index = _index(names)
     small = [n for n in tokenizer_files(names, code) if n == index or not n.endswith(f".bin{_INDEX}")]
-    return small if index else small + _weights(names)
+    own = [name for name in fnmatch.filter(names, _OWN) if "/" not in name]
+    return list(dict.fromkeys([*small, *([] if index else _weights(names)), *own]))
 
 
 def _index(names: Sequence[str]) -> str | None:
