@@ -123,11 +123,12 @@ def joined(whole: Projection, parts: list[Projection]) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("random", [None, ""], ids=["from files", "random"])
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name not in UNCUT])
-def test_parts_of_every_weight_format(dialect: str, dialects: Quantized) -> None:
+def test_parts_of_every_weight_format(dialect: str, random: str | None, dialects: Quantized) -> None:
     path = dialects(dialect)
-    whole = load(path)
-    parts = [load(path, Ranks(rank, 2)) for rank in range(2)]
+    whole = load(path, random=random)
+    parts = [load(path, Ranks(rank, 2), random) for rank in range(2)]
     for layer in range(2):
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             one, *others = (each.get_submodule(f"layers.{layer}.{name}") for each in (whole, *parts))

@@ -96,7 +96,8 @@ class RandomTensors(TensorFiles):
                 found = torch.full(shape, scale, dtype=dtype, device=device)
                 if dtype.is_floating_point and dtype != FP8:
                     # Integers have a mean. Added up, it would grow from layer to layer until all tokens were alike.
-                    found.view(-1)[1::2].neg_()
+                    place_N = _in_whole(torch.arange(found.numel(), device=device), shape, cut)
+                    found.view(-1).mul_(1 - place_N % 2 * 2)
                 return found
             spread = integers if dtype.itemsize == 1 else spread
         out = torch.empty(shape, dtype=dtype, device=device)
@@ -109,9 +110,7 @@ def draw(name: str, out: Tensor, spread: float, mean: float = 0.0, cut: Cut | No
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
     for number, part_N in enumerate(out.view(-1).split(_CHUNK)):
         start = number * _CHUNK
-        place_N = torch.arange(start, start + len(part_N), device=out.device)
-        if cut is not None:
-            place_N = _in_whole(place_N, out.shape, cut)
+        place_N = _in_whole(torch.arange(start, start + len(part_N), device=out.device), out.shape, cut)
         bits_N = place_N.mul_(_signed(_GOLDEN)).add_(key)
         for shift, factor in _MIX:
             bits_N.bitwise_xor_(bits_N >> shift).mul_(_signed(factor))
@@ -122,8 +121,10 @@ def draw(name: str, out: Tensor, spread: float, mean: float = 0.0, cut: Cut | No
     return out
 
 
-def _in_whole(place_N: Tensor, shape: Sequence[int], cut: Cut) -> Tensor:
+def _in_whole(place_N: Tensor, shape: Sequence[int], cut: Cut | None) -> Tensor:
     """Return the places in the whole of places in a part of this shape."""
+    if cut is None:
+        return place_N
     found_N, stride = torch.zeros_like(place_N), 1
     for size, whole, along in zip(reversed(shape), reversed(cut.shape), reversed(cut.along), strict=True):
         at_N = place_N % size
