@@ -17,6 +17,7 @@ from specserve.config import make_settings
 from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
 from specserve.kv import states
+from specserve.kv.spec import DeltaState
 from specserve.process.assemble import resolve_engine
 from specserve.scheduler import memory, points, prompt_chunk, scheduler
 from specserve.scheduler.points import Snapshots
@@ -259,6 +260,10 @@ def test_settings(target: Path) -> None:
     words = "--max-mamba-cache-size: expected more than the 16 states of --max-running-requests, found 16"
     with pytest.raises(ValueError, match=words):
         notes(max_mamba_cache_size=16)
+    with pytest.raises(
+        ValueError, match="--page-size: must be a divisor of linear_conv_kernel_dim, 5, or at least"
+    ):
+        states.States([DeltaState(1, 1, 16, 16, width=5)], 2, torch.float32, torch.device("cpu"), page_size=2)
     given = {"mamba_full_memory_ratio": 0.9, "disable_radix_cache": True}
     assert "--mamba-full-memory-ratio has no effect: no prefix is cached" in notes(**given)
     small, large = (make_scheduler(target, mamba_full_memory_ratio=ratio).info.states for ratio in (0.1, 0.5))

@@ -24,7 +24,7 @@ class States:
     """The tables of all layers, which have one geometry. The last row is padding's. ``state_dtype``: of states alone,
     None: float32 or wider. ``page_size``: of the pool; a row's state serves at the end of its last page, too, unless a
     block has ended since. ``ends_RX``: as ``cut_paths`` takes it. Raises ValueError for keys that the kernel does not
-    serve."""
+    serve, and for pages at whose end a convolution's inputs might be gone."""
 
     def __init__(
         self,
@@ -42,6 +42,9 @@ class States:
             raise ValueError(
                 f"linear_key_head_dim must be a power of two from {LEAST_SIZE} on with a GPU, found {size}"
             )
+        if page_size < spec.width and spec.width % page_size:
+            words = f"must be a divisor of linear_conv_kernel_dim, {spec.width}, or at least as large"
+            raise ValueError(f"--page-size: {words}, found {page_size}")
         key, value = (spec.key_heads, spec.key_size), (spec.value_heads, spec.value_size)
         self.kept = Lagged(
             zeros(
