@@ -612,11 +612,11 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False, 
     run_experts(x_TH, routes, experts, "silu", x_TH if correction else shared, first, count)
 
 
-def launch_packed_experts(tokens: int) -> None:
+def launch_packed_experts(tokens: int, kinds: slice = slice(None)) -> None:
     """Two, whose weights are of all kinds that are stored."""
     x_TH = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
     routes = route(x_TH, weight(2, 2048), Routing(2, 2))
-    for packed in (*packed_weights(), *packed_floats()):
+    for packed in [*packed_weights(), *packed_floats()][kinds]:
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
 
@@ -716,6 +716,10 @@ def main() -> None:
         Device.capability, compiler.until = 89, "llir"
         assume(Gpu((8, 9), Limits(128, ADA_SHARED)))
         launch_packed(64, None)
+        launch_packed_experts(400, slice(4, 5))  # with zero points
+        for dtype in (torch.bfloat16, torch.float32):
+            made = torch.zeros(128, 128, 512, dtype=dtype)
+            multiply_heads(made[:64], made)
     for compiled in compiler.found.values():
         print(json.dumps(asdict(compiled)))
 

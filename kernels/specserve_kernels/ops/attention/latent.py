@@ -46,12 +46,15 @@ def _multiply(
 ) -> Tensor:
     assert x_TNI.stride(2) == 1
     (tokens, heads, _), (_, outputs, inputs) = x_TNI.shape, weight_NOI.shape
-    block_t, block_o, block_i, warps = 64, 128, 64, 4
-    if tokens <= block_t:
-        block_t, warps = (_FEW_TOKENS, 4) if tokens <= _FEW_TOKENS else (64, 8)
-        block_o, block_i = 64, max(16, next_power_of_2(inputs))
-    blocks, processors = cdiv(tokens, block_t) * heads, limits_of(x_TNI.device).processors
-    while block_o > _LEAST_O and blocks * cdiv(outputs, block_o) < processors:
+    limits, block_o, block_i = limits_of(x_TNI.device), 64, max(16, next_power_of_2(inputs))
+    block_t, warps = (_FEW_TOKENS, 4) if tokens <= _FEW_TOKENS else (64, 8)
+    most = limits.shared_bytes // x_TNI.element_size() // block_i  # tokens and outputs of a program
+    if tokens > block_t or block_t + _LEAST_O > most:
+        block_t, block_o, block_i, warps, most = 64, 128, 64, 4, 64 + 128
+    blocks = cdiv(tokens, block_t) * heads
+    while block_o > _LEAST_O and (
+        block_t + block_o > most or blocks * cdiv(outputs, block_o) < limits.processors
+    ):
         block_o //= 2
     parts = cdiv(outputs, block_o) + (rope_P2R is not None)
     _multiply_kernel[(cdiv(tokens, block_t), heads, parts)](

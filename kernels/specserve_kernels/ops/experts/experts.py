@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
+from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.experts.route import pairs_of_tile
 from specserve_kernels.ops.experts.words import (
     as_read,
@@ -191,9 +191,13 @@ def _launch(
     if isinstance(weight, Tensor):
         return (weight, None, None, None), options | PLAIN, block.outputs
     scale, zero, values = weight.scale_WSN, weight.zero_WON, weight.values
+    rows, size = block.outputs * (2 if gates else 1), x_TH.element_size()
+    read = weight.step * (tile * size + rows * weight.bits // 8)
+    # Before Hopper, what zero points are taken from moves between threads.
+    room = limits_of(x_TH.device).shared_bytes - (0 if zero is None else rows * weight.step * size)
     options |= {
         "BLOCK_I": weight.step,
-        "num_stages": block.stages * min(2, STEP // weight.step),
+        "num_stages": min(block.stages * min(2, STEP // weight.step), 1 + room // read),
         "BITS": weight.bits,
         "FLOATS": weight.floats,
         "FP8": values.dtype == FP8,
