@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from specserve_kernels import Parts, add_rms_norm
 from torch import Tensor
 
+from specserve.layers import norms
 from specserve.layers.batch import TokenBatch
-from specserve.layers.ranks import ONE, Ranks, Share
+from specserve.layers.ranks import ONE, Ranks, Share, summed
 from specserve.layers.weights import Projection
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
@@ -78,6 +80,16 @@ def logits(path: Path, ranks: Ranks, filed: bool = False) -> Tensor:
         return model.logits(hidden)
 
 
+@pytest.fixture
+def left_to_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are made where they are read, as on GPUs."""
+    exchange = pytest.importorskip("specserve_kernels.ops.ranks.exchange", exc_type=ImportError)
+    monkeypatch.setattr(SocketPeers, "sum_for_norm", lambda peers, part_TH: Parts(part_TH, peers))
+    monkeypatch.setattr(exchange, "sum_parts", lambda part_TH, peers: peers.sum(part_TH))
+    monkeypatch.setattr(norms, "add_rms_norm", lambda x_TH, *rest: add_rms_norm(summed(x_TH), *rest))
+
+
+@pytest.mark.usefixtures("left_to_norms")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_architecture_on_two_ranks(family: str, tmp_path: Path) -> None:
     path = dummy(tmp_path, family)

@@ -152,11 +152,13 @@ def test_sums_of_some_of_the_experts(tokens: int, request: pytest.FixtureRequest
     torch.use_deterministic_algorithms(True)  # fills what is made with NaN
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     x_TH, routes, experts = drawn(tokens, 6, 3, 64, 32, True, dtype)
+    shared = SharedWeights(*(torch.randn(*size, device=DEVICE) / 8 for size in ((100, 64), (64, 50))))
     for first, end in ((0, 2), (2, 6)):
         own = ExpertWeights(*(each[first:end] for each in experts))  # type: ignore[index, arg-type]
         wide = ExpertWeights(*(each.double() for each in own))  # type: ignore[union-attr]
-        found = ops.run_experts(x_TH, routes, own, "silu", None, first, 6)
-        expected = reference.run_experts(x_TH.double(), routes, wide, "silu", None, first)
+        both = SharedWeights(*(each.double() for each in shared))
+        found = ops.run_experts(x_TH, routes, own, "silu", shared, first, 6)
+        expected = reference.run_experts(x_TH.double(), routes, wide, "silu", both, first)
         torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
