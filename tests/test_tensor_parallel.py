@@ -21,6 +21,7 @@ import torch
 from specserve import LLM, SamplingParams, grammar
 from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
+from specserve.layers.embedding import SharedHead
 from specserve.methods import NONE
 from specserve.process import spares, worker
 from specserve.process.assemble import create_scheduler, resolve_engine
@@ -28,7 +29,7 @@ from specserve.process.follower import is_stopped
 from specserve.process.followers import Followers, take
 from specserve.process.peers import TICK, RankGone, in_time
 from specserve.process.spares import Spares, start_process
-from tests.engines import Answer, Checkpoints, Client, answer_all, make_scheduler
+from tests.engines import Answer, Checkpoints, Client, answer_all, context_of, head_of, make_scheduler
 from tests.front.processes import wait
 from tests.ranks import FOLLOWER, ranks_in_threads
 from tests.test_ranks import dummy
@@ -78,6 +79,35 @@ def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected:
         assert scheduler.stats().preemptions > 0
     assert_same(found, expected)
     assert any(each.usage.accepted for each in found) == (method != NONE)
+
+
+@pytest.mark.parametrize("method", ["EAGLE", "EAGLE3", "P_EAGLE"])
+def test_drafts_that_are_shared_out(
+    method: str,
+    agreeing: Checkpoints,
+    expected: list[Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They say what whole ones do. EAGLE has a map of the target's head."""
+    monkeypatch.setattr("specserve.models.draft.head.EXCHANGE", 0)
+    given = {**SETTINGS, "max_total_tokens": 256} | agreeing.drafting(method, SHAPE)
+    if method == "EAGLE":
+        (tmp_path / "map.json").write_text(json.dumps([*range(0, 45, 2), *range(45, 60)]))
+        given["speculative_token_map"] = str(tmp_path / "map.json")
+    accepted, kept = [], []
+    for ranks in (1, 2):
+        with closing(make_scheduler(agreeing.target, tensor_parallel_size=ranks, **given)) as scheduler:
+            found = answer_all(scheduler, WORK)
+            head = head_of(scheduler)
+            kept.append(context_of(scheduler).pool.config.draft[0].token_bytes)
+        assert_same(found, expected)
+        accepted.append([each.usage.accepted for each in found])
+        assert head.config.layer.num_heads * ranks == 4
+        assert isinstance(head.reader, SharedHead) == (ranks == 2)
+    assert kept[0] == 2 * kept[1]
+    assert accepted[0] == accepted[1]
+    assert any(accepted[0])
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "deepseek v3", "deepseek v2 lite", "qwen3 next"])

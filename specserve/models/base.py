@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specserve.layers.batch import LayerCall, TokenBatch
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.embedding import Embedding, SharedHead
+from specserve.layers.embedding import Embedding, make_head
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.config import ACTIVATIONS, ModelConfig, rope_config
@@ -74,9 +74,7 @@ class TargetModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = self.embed_tokens.as_head()
         else:
-            head = {"lm_head": (rows := ranks.vocabulary(tokens))}
-            own = config.weights.projection("", config.hidden_size, head, bias=False)
-            self.lm_head = own if ranks.count == 1 else SharedHead(own, rows, ranks)
+            self.lm_head = make_head(config.hidden_size, tokens, config.weights, ranks)
         self.max_positions = max_positions  # that a slot may have
         sizes = {layer.rope: layer.head_dim for layer in config.layers}
         for number, size in sizes.items():

@@ -13,8 +13,8 @@ import torch
 from specserve_kernels import Rounded, pair_inputs
 from torch import Tensor, nn
 
-from specserve.layers.embedding import Embedding
-from specserve.layers.linear import Linear
+from specserve.layers.embedding import Embedding, make_head
+from specserve.layers.linear import PLAIN, Linear
 from specserve.layers.norms import RMSNorm
 from specserve.models.draft.head import DraftConfig, LayerHead
 from specserve.models.draft.load import Borrowed
@@ -40,7 +40,7 @@ class Eagle3Head(LayerHead):
         self._add_layer(layer, max_positions)
         self.norm: RMSNorm = RMSNorm(size, eps)
         if lm_head is None and not config.tied:
-            self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
+            self.lm_head = make_head(size, config.draft_vocab_size, PLAIN, config.ranks)
         else:
             self._lm_head = Borrowed(lm_head or self._embed.module.as_head())
 

@@ -48,6 +48,10 @@ def load_head(
     if parallel:
         check_window(reading.source.config, reading.source.config_file, target.max_positions)
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
+    config, ranks = config.on(target.config.ranks, target.dtype), target.config.ranks
+    if ranks.count > 1:
+        whole = "shared out" if config.layer.ranks.count > 1 else "whole on each rank"
+        reading.source.note(f"layer: {whole}")
 
     def make(_: HeadSource, target: TargetModel) -> Head:
         first = target.config.kv_layers  # where layers are counted from in the pool

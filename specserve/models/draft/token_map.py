@@ -15,6 +15,7 @@ import torch
 from specserve_kernels import on_gpu
 from torch import Tensor, nn
 
+from specserve.layers.embedding import SharedHead
 from specserve.layers.linear import Linear, pack_linears, pick_rows
 from specserve.layers.weights import Projection
 from specserve.models.draft.head import LayerHead
@@ -135,8 +136,12 @@ def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
 
     On a GPU no weight is copied. On a CPU the rows are: multiplication there takes weights packed in blocks of
     neighbouring rows, and gathering rows at every call would read and write as much as the smaller multiplication
-    saves.
+    saves. Of several ranks each copies a part.
     """
+    if isinstance(lm_head, SharedHead):
+        shared = lm_head.picked(ids_R)
+        pack_linears(shared)
+        return shared
     return IndexedHead(lm_head, ids_R) if on_gpu(lm_head.device) else _packed(*lm_head.rows(ids_R))
 
 
