@@ -36,7 +36,7 @@ from specserve_kernels.ops.experts.experts import run_experts
 from specserve_kernels.ops.experts.route import route
 from specserve_kernels.ops.layer.activation import apply_gate
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
-from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, rms_norm
+from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, gate_heads, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
@@ -123,7 +123,9 @@ class Enough(Exception):
 
 
 READ_EARLY = {
+    "_add_rms_norm_kernel": {"weight_ptr"},
     "_attend_kernel": {"length_B", "q_start"},
+    "_gate_heads_kernel": {"weight_ptr"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "_route_kernel": {"weight_ptr"},
     "_multiply_kernel": {"weight_ptr"},
@@ -576,14 +578,16 @@ def launch_norms() -> None:
     """Of heads, before a sum, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
-    rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5, x_TH)
+    for dtype in (None, FP8, PAIRED):
+        gate_heads(x_TH, x_TH.view(2, 32, 128), (weight_H[:128].clone(), 1e-5), dtype)
+        gate_heads(x_TH, x_TH.view(2, 16, 256), None, dtype)
     norms, at_T = HeadNorms(weight_H[:128], weight_H[:128], 1e-6), torch.zeros(2, dtype=torch.int64)
     cache, table = torch.zeros(2, 2, 16, 8, 128, dtype=x_TH.dtype), x_TH.view(32, 2, 128)
     for rope in (table, table[..., :64].contiguous()):
         rotary_store_kv(x_TH.view(2, 32, 128), rope, at_T, 8, cache, at_T[None], at_T, norms=norms)
     add_rms_norm(x_TH, x_TH, weight_H, 1e-6, weight_H, weight_H[:1])
     for dtype in (torch.int8, FP8, PAIRED):
-        add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype)
+        add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype, give=dtype == FP8)
     tokens_T = torch.zeros(2, dtype=torch.int64)
     pair_inputs_rounded(tokens_T, x_TH, x_TH, tokens_T, (weight_H, weight_H, 1e-5))
 

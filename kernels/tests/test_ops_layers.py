@@ -17,7 +17,7 @@ from specserve_kernels.reference.layer import rotary as reference_rotary
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear import linear as reference_linear
 from specserve_kernels.reference.linear.packed import Numbers, pack
-from specserve_kernels.reference.linear.quantize import PAIRED
+from specserve_kernels.reference.linear.quantize import FP8, PAIRED
 from specserve_kernels.types import HeadNorms, KVScales
 from torch import Tensor
 
@@ -107,8 +107,6 @@ def test_norms_of_slices(draw) -> None:
     assert_close(out, expected)
     out, total = norm.add_rms_norm(x[:1], residual[:1], weight, 1e-6)
     assert_close(out, expected[:1])
-    gate = draw(2, 300)[:, 90:282]  # of two heads
-    assert_close(*(version.rms_norm(x[:4], weight, 1e-6, gate) for version in (norm, reference_norm)))
 
 
 def test_row_does_not_depend_on_the_batch(draw) -> None:
@@ -117,6 +115,21 @@ def test_row_does_not_depend_on_the_batch(draw) -> None:
     for t in range(9):
         alone, _ = norm.add_rms_norm(x[t : t + 1], residual[t : t + 1], weight, 1e-5)
         assert torch.equal(alone[0], out[t])
+
+
+@pytest.mark.parametrize(("heads", "size"), [(3, 128), (2, 100), (1, 64)])
+@pytest.mark.parametrize("normed", [True, False])
+def test_gates_of_heads(draw, heads: int, size: int, normed: bool) -> None:
+    x, wide, weight = 3 * draw(5, heads * size + 8)[:, 8:], 3 * draw(5, 2 * heads, size), draw(size)
+    given = x, wide[:, 1::2], (weight, 1e-6) if normed else None
+    found = norm.gate_heads(*given, None)
+    assert_close(found, reference_norm.gate_heads(*given, None), 4)
+    alone = norm.gate_heads(x[2:3], wide[2:3, 1::2], given[2], None)
+    assert torch.equal(alone[0], found[2])
+    for dtype in (FP8, PAIRED, torch.int8):
+        rounded, expected = norm.gate_heads(*given, dtype), quantize.round_inputs(found, dtype)
+        assert torch.equal(rounded.values.float(), expected.values.float())
+        assert torch.equal(rounded.unit_GT, expected.unit_GT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -133,7 +133,9 @@ def test_who_reads_before_it_waits() -> None:
     }
     assert {name: read for name, read in early.items() if read} == {
         "work_of": {"length_B", "q_start"},  # of _attend_kernel
+        "_add_rms_norm_kernel": {"weight_ptr"},
         "_down_kernel": {"order_ptr", "tile_ptrs"},
+        "_gate_heads_kernel": {"weight_ptr"},
         "_route_kernel": {"weight_ptrs"},
         "_multiply_kernel": {"weight_ptrs"},
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},

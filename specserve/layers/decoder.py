@@ -59,15 +59,15 @@ class Attention(nn.Module):
         qkv_TND = self.arranged(projected_TND, call.rope.position_T)
         softmax = replace(config.softmax, sinks_H=self.sinks)
         ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, self.head_norms)
-        attended_TI = self.gated(call.attend(ask), projected_TND)
-        return config.ranks.sum_for_norm(self.o_proj(call.wanted(attended_TI))), call.wanted(residual_TH)
+        read_TI = self.gated(call.wanted(call.attend(ask)), projected_TND, call)
+        return config.ranks.sum_for_norm(self.o_proj(read_TI)), call.wanted(residual_TH)
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""
         return qkv_TND
 
-    def gated(self, attended_TI: Tensor, projected_TND: Tensor) -> Tensor:
-        """Return the input of the last projection."""
+    def gated(self, attended_TI: Tensor, projected_TND: Tensor, call: LayerCall) -> Tensor | Rounded:
+        """Return the input of the last projection, of the wanted rows, which ``attended_TI`` has."""
         return attended_TI
 
     @property
@@ -113,7 +113,9 @@ class MLP(nn.Module):
 
 
 def reader_of(block: nn.Module) -> Projection | None:
-    """Return the projection that alone reads a block's input; None for a block of another kind."""
+    """Return the projection that reads a block's input quantized; None for a block of another kind."""
+    if isinstance(block, ExpertsMLP):
+        return None if block.shared_expert is None else reader_of(block.shared_expert)
     if isinstance(block, Attention | LatentAttention):
         return block.qkv_proj
     return block.gate_up_proj if isinstance(block, MLP) else None

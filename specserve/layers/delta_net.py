@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from specserve_kernels import rms_norm
+from specserve_kernels import Rounded, gate_heads
 from torch import Tensor, nn
 
 from specserve.kv.spec import DeltaState
@@ -54,6 +54,7 @@ class GatedDeltaNet(nn.Module):
             sizes = (*state.parts, values), [state.value_heads] * 2
             self.many_X, self.few_X = (nn.Buffer(_by_part(each, heads), persistent=False) for each in sizes)
         self.in_proj_qkvz, self.in_proj_ba = (new(name, size, parts, bias=False) for parts in (many, few))
+        self.in_proj_qkvz.shares_inputs = True
         self.conv1d = Convolution(channels, state.width)
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(state.value_heads, dtype=wide)) for _ in range(2)
@@ -61,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(state.value_size, config.rms_norm_eps)
         self.out_proj = new(name, values, {"out_proj": size}, bias=False)
 
-    def forward(self, x_TH: Tensor, residual_TH: Tensor, call: LayerCall) -> tuple[Update, Tensor]:
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Update, Tensor]:
         """Return the wanted rows; the state takes all. Raises ValueError when training."""
         if not isinstance(call.attend, Recurs):
             raise ValueError("--model-path: training does not support layers that keep a state")
@@ -69,10 +70,11 @@ class GatedDeltaNet(nn.Module):
         weight_CK, own = self.conv1d.weight[:, 0], (self.A_log, self.dt_bias)
         out_TI = call.attend.recur(DeltaRule(self.index, mixed_TC, weight_CK, b_TV, a_TV, *own))
         out_TI, gate_TI, residual_TH = map(call.wanted, (out_TI, gate_TI, residual_TH))
-        normed_XU = rms_norm(out_TI.view(-1, self.state.value_size), self.norm.weight, self.norm.eps, gate_TI)
-        return self.ranks.sum_for_norm(self.out_proj(normed_XU.view_as(out_TI))), residual_TH
+        gate_TVU, norm = gate_TI.unflatten(1, (-1, self.state.value_size)), (self.norm.weight, self.norm.eps)
+        read_TI = gate_heads(out_TI, gate_TVU, norm, self.out_proj.rounds_to(len(out_TI)))
+        return self.ranks.sum_for_norm(self.out_proj(read_TI)), residual_TH
 
-    def projected(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def projected(self, x_TH: Tensor | Rounded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""
         many_TX, few_TX = self.in_proj_qkvz(x_TH), self.in_proj_ba(x_TH)
         if self.grouped:

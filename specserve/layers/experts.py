@@ -17,6 +17,7 @@ from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.formats.stored import Joined, full_name
 from specserve.layers.linear import Linear
 from specserve.layers.ranks import ONE, Update
+from specserve.layers.weights import Projection, given
 
 
 class Router(nn.Module):
@@ -108,17 +109,20 @@ class ExpertsMLP(nn.Module):
         if mine.shared_size:
             shared = replace(config, intermediate_size=mine.shared_size, ranks=ONE)
             self.shared_expert = mlp_class(shared, layer, f"{mine.module}.{mine.shared_module}")
+            gate_up = self.shared_expert.gate_up_proj
+            assert isinstance(gate_up, Projection)
+            gate_up.shares_inputs = True
             if mine.shared_gate:
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
-        assert isinstance(x_TH, Tensor)
+        given_TH = given(x_TH)
         shared: Tensor | kernels.SharedWeights | None = self._shared_weights
         if self.shared_expert is not None and shared is None:
             shared, _ = self.shared_expert(x_TH, residual_TH)
             if self.shared_expert_gate is not None:
-                shared = self.shared_expert_gate(x_TH).sigmoid() * shared
-        return self.ranks.sum_for_norm(self.experts(x_TH, self.gate(x_TH), shared)), residual_TH
+                shared = self.shared_expert_gate(given_TH).sigmoid() * shared
+        return self.ranks.sum_for_norm(self.experts(given_TH, self.gate(given_TH), shared)), residual_TH
 
     @property
     def _shared_weights(self) -> kernels.SharedWeights | None:

@@ -36,7 +36,7 @@ from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
 from specserve.layers.ranks import Cut, cut_of, whole_of
-from specserve.layers.weights import Projection, WeightFormat
+from specserve.layers.weights import Projection, WeightFormat, given
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
 FEW_TOKENS, FEW_CONVERTED = 128, 32
@@ -135,7 +135,7 @@ class Linear(Projection, nn.Linear):
         assert self.weight.numel(), "a packed weight has no rows to read"
 
     def _read(self, x_TI: Tensor | Rounded) -> Tensor:
-        assert isinstance(x_TI, Tensor)
+        x_TI = given(x_TI)
         if self.rounding is None or (self.rounding == torch.int8 and len(x_TI) > FEW_TOKENS):
             return x_TI
         return rounded_inputs(x_TI, self.rounding).to(x_TI.dtype)

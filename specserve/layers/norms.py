@@ -63,10 +63,10 @@ class RMSNorm(nn.Module):
         scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """Return the same as ``add``, with the norm quantized as ``reader`` does."""
-        dtype = reader.rounds_to(len(residual_TH)) if self.rounds and isinstance(reader, Projection) else None
-        if dtype is None:
-            return self.add(x_TH, residual_TH, first_H, scale_1)
-        return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype, first_H, scale_1)
+        if self.rounds and isinstance(reader, Projection) and (dtype := reader.rounds_to(len(residual_TH))):
+            weight_H, give = self.weight, reader.shares_inputs
+            return add_rms_norm_rounded(x_TH, residual_TH, weight_H, self.eps, dtype, first_H, scale_1, give)
+        return self.add(x_TH, residual_TH, first_H, scale_1)
 
 
 class WideRMSNorm(RMSNorm):

@@ -22,11 +22,13 @@ class Projection(nn.Module):
     ``parts``: the file's projections that are stacked in this one, with their numbers of outputs. Empty: a single
     projection of the same name. ``stacked``: its rows are weights of several experts, and are never used together.
     ``kept_plain``: its rows are read in the model's dtype, by ``rows``, at every step, so it is held in that form.
+    ``shares_inputs``: others read its inputs, too, as they are.
     """
 
     parts: Mapping[str, int]
     stacked: bool = False
     kept_plain: bool = False
+    shares_inputs: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +84,13 @@ class Projection(nn.Module):
         """Return the weights of ``count`` experts, which are stacked in this projection, as ``ExpertWeights`` has them.
         Raises NotImplementedError if this format can't hold experts."""
         raise NotImplementedError
+
+
+def given(x_TI: Tensor | Rounded) -> Tensor:
+    """Return activations as they were before they were quantized."""
+    found = x_TI if isinstance(x_TI, Tensor) else x_TI.given_TI
+    assert found is not None
+    return found
 
 
 class WeightFormat:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from specserve_kernels import Rounded
+from specserve_kernels import Rounded, gate_heads
 from torch import Tensor, nn
 
 from specserve.kv.spec import DeltaState
@@ -37,8 +37,9 @@ class GatedAttention(Attention):
         heads = 2 * self.config.num_heads
         return torch.cat([qkv_TND[:, :heads:2], qkv_TND[:, heads:]], 1)
 
-    def gated(self, attended_TI: Tensor, qkv_TND: Tensor) -> Tensor:
-        return attended_TI * qkv_TND[:, 1 : 2 * self.config.num_heads : 2].sigmoid().flatten(1)
+    def gated(self, attended_TI: Tensor, projected_TND: Tensor, call: LayerCall) -> Tensor | Rounded:
+        gate_TND = call.wanted(projected_TND[:, 1 : 2 * self.config.num_heads : 2])
+        return gate_heads(attended_TI, gate_TND, None, self.o_proj.rounds_to(len(attended_TI)))
 
 
 class AttentionLayer(DecoderLayer):
@@ -61,10 +62,9 @@ class DeltaLayer(AttentionLayer):
         self.mlp = self.make_mlp(config, layer)
 
     def enter(self, x_TH: Update, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        return self.input_layernorm.add(x_TH, residual_TH)
+        return self.input_layernorm.add_for(self.linear_attn.in_proj_qkvz, x_TH, residual_TH)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Any, ...]:
-        assert isinstance(x_TH, Tensor)
         stream = self.linear_attn(x_TH, residual_TH, call)
         out: tuple[Update, Tensor] = self.mlp(
             *self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)

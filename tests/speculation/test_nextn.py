@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from specserve import SamplingParams
-from specserve.layers import linear
+from specserve.layers import linear, norms
 from specserve.layers.formats.stored import StoredProjection
-from tests.engines import Checkpoints, Shape, answer_all, context_of, head_of, record_drafts
+from tests.engines import Checkpoints, Shape, answer_all, context_of, head_of, held_as_on_a_gpu, record_drafts
 from tests.reference.glm import HYBRID, make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.quantized import PROJECTIONS, configure, dequantize, quantize
@@ -90,6 +92,28 @@ def test_formats_of_qwen(family: str, dialect: str, tmp_path: Path, caplog: pyte
         assert isinstance(attention.qkv_proj, StoredProjection) == (path == target)
     assert found[0] == found[1]
     assert "no parameter reads" not in caplog.text
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_whoever_quantizes_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+    """Norms and gates, for the next projection and for what reads their result too, or projections alone."""
+    sizes = {**HYBRID, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 32}
+    wide = make_glm(tmp_path / "wide", family=family, agree=True, **sizes)
+    names = *PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj"
+    target = quantize(wide, tmp_path / "target", "fp8 a tensor", projections=names)
+    params, found = replace(PARAMS, logprobs=0), []
+    with (
+        held_as_on_a_gpu(),
+        patch.object(norms, "add_rms_norm_rounded", wraps=norms.add_rms_norm_rounded) as rounded,
+    ):
+        for change in (nullcontext(), patch.object(StoredProjection, "rounds_to", return_value=None)):
+            with change:
+                scheduler = scheduler_of("NEXTN", target, target, SHAPES[0], dtype="float32")
+                (answer,) = answer_all(scheduler, [(PROMPT, params)])
+            found.append((answer.tokens, [each.logprob for each in answer.logprobs]))
+    given = {call.args[-1] for call in rounded.call_args_list}
+    assert given == {False, True}
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.linear.quantize import empty_rounded, store_rounded, store_rounded_row
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.device import next_power_of_2
+from specserve_kernels.ops.linear.quantize import (
+    empty_rounded,
+    round_inputs,
+    store_rounded,
+    store_rounded_row,
+)
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.ops.ranks import exchange
 from specserve_kernels.ops.ranks.exchange import sum_row
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
@@ -21,7 +27,7 @@ from specserve_kernels.types import Parts
 PER_WARP = 512  # elements of a row that a warp holds: in 16 bits, two 16-byte loads for each thread
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, gate_SX: Tensor | None = None) -> Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     if x_TH.dim() != 2:
         raise ValueError(f"x_TH: expected [T, H], found {tuple(x_TH.shape)}")
     out_TH = torch.empty_like(x_TH)
@@ -30,18 +36,49 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, gate_SX: Tensor | None 
     _rms_norm_kernel[(tokens,)](
         x_TH,
         weight_H,
-        gate_SX,
         out_TH,
         x_TH.stride(0),
-        0 if gate_SX is None else gate_SX.stride(0),
         eps,
         H=width,
-        HEADS=1 if gate_SX is None else gate_SX.shape[1] // width,
         BLOCK=block,
         num_warps=warps,
         **overlap(),
     )
     return out_TH
+
+
+def gate_heads(
+    x_TI: Tensor, gate_TND: Tensor, norm: tuple[Tensor, float] | None, dtype: torch.dtype | None
+) -> Tensor | Rounded:
+    if dtype == torch.int8:
+        given_TI = gate_heads(x_TI, gate_TND, norm, None)
+        assert isinstance(given_TI, Tensor)
+        return round_inputs(given_TI, dtype)
+    tokens, heads, size = gate_TND.shape
+    rounded = None if dtype is None else empty_rounded(tokens, heads * size, x_TI, dtype)
+    out = rounded or x_TI.new_empty(tokens, heads * size)
+    weight_D, eps = (None, 0.0) if norm is None else norm
+    rows, block = next_power_of_2(heads), next_power_of_2(size)
+    _gate_heads_kernel[(tokens,)](
+        x_TI,
+        gate_TND,
+        weight_D,
+        None if rounded else out,
+        rounded and rounded.values,
+        rounded and rounded.unit_GT,
+        x_TI.stride(0),
+        gate_TND.stride(0),
+        gate_TND.stride(1),
+        rounded.values.stride(0) if rounded else 0,
+        eps,
+        N=heads,
+        D=size,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=row_launch(rows * block)[1],
+        **overlap(),
+    )
+    return out
 
 
 def embed_rms_norm(
@@ -76,7 +113,7 @@ def add_rms_norm(
     scale_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out_TH = torch.empty_like(residual_TH)
-    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out_TH, out_TH)
+    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out_TH, None)
 
 
 def add_rms_norm_rounded(
@@ -87,9 +124,11 @@ def add_rms_norm_rounded(
     dtype: torch.dtype,
     first_H: Tensor | None = None,
     scale_1: Tensor | None = None,
+    give: bool = False,
 ) -> tuple[Rounded, Tensor]:
     out = empty_rounded(len(residual_TH), residual_TH.shape[1], residual_TH, dtype)
-    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out.values, out.unit_GT)
+    out = out._replace(given_TI=torch.empty_like(residual_TH) if give else None)
+    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1, out.given_TI, out)
 
 
 def _add_rms_norm(
@@ -99,10 +138,10 @@ def _add_rms_norm(
     eps: float,
     first_H: Tensor | None,
     scale_1: Tensor | None,
-    out: Tensor,
-    unit_GT: Tensor,
+    out_TH: Tensor | None,
+    rounded: Rounded | None,
 ) -> Tensor:
-    """Write the norm of the sum, quantized if ``out`` has 8 bits, and return the sum."""
+    """Write the norm of the sum, and what it is quantized to, and return the sum."""
     total_TH, (tokens, width) = torch.empty_like(residual_TH), residual_TH.shape
     own_TH, shared = (x_TH, None) if isinstance(x_TH, Tensor) else x_TH
     block, warps = row_launch(width)
@@ -112,15 +151,16 @@ def _add_rms_norm(
         weight_H,
         first_H,
         scale_1,
-        out,
-        unit_GT,
+        out_TH,
+        rounded and rounded.values,
+        rounded and rounded.unit_GT,
         total_TH,
         None if shared is None else shared.addresses,
         None if shared is None else shared.counts,
         0 if shared is None else shared.rank,
         own_TH.stride(0),
         residual_TH.stride(0),
-        out.stride(0),
+        rounded.values.stride(0) if rounded else 0,
         tokens,
         eps,
         N=1 if shared is None else shared.ranks,
@@ -128,8 +168,7 @@ def _add_rms_norm(
         BYTES=exchange.SLOT,
         H=width,
         BLOCK=max(block, GROUP),
-        ROUNDED=out.element_size() == 1,
-        GROUPED=out.dtype == torch.int8 and len(out) == tokens,
+        GROUPED=rounded is not None and rounded.values.dtype == torch.int8 and len(rounded.values) == tokens,
         num_warps=warps,
         **overlap(),
     )
@@ -155,13 +194,10 @@ def normed(x, weight, eps, H: tl.constexpr):
 def _rms_norm_kernel(
     x_ptr,  # [T, H]
     weight_ptr,  # [H]
-    gate_ptr,  # [T / HEADS, HEADS * H], or None
     out_ptr,  # [T, H]
     x_stride,
-    gate_stride,
     eps,
     H: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -170,12 +206,47 @@ def _rms_norm_kernel(
     h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
-    out = normed(x, weight, eps, H)
-    if gate_ptr is not None:
-        gate_at = gate_ptr + t // HEADS * gate_stride + t % HEADS * H
-        gate = tl.load(gate_at + h, mask=h < H, other=0).to(tl.float32)
-        out = (out.to(tl.float32) * (gate / (1 + tl.exp(-gate)))).to(x.dtype)
-    tl.store(out_ptr + t * H + h, out, mask=h < H)
+    tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
+
+
+@triton.jit
+def _gate_heads_kernel(
+    x_ptr,  # [T, N * D]
+    gate_ptr,  # [T, N, D]
+    weight_ptr,  # [D], or None
+    out_ptr,  # [T, N * D], or None
+    values_ptr,  # [T, N * D] float8_e4m3fn, or int8 [2T, N * D]; None: it is not quantized
+    unit_ptr,  # [T] float32
+    x_stride,
+    gate_stride,
+    head_stride,
+    values_stride,
+    eps,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    n, d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    if weight_ptr is not None:
+        weight = load_settled(weight_ptr + d, d < D, 0)
+    take_turn(OVERLAP)
+    t, i, inside = tl.program_id(0).to(tl.int64), n * D + d, (n < N) & (d < D)
+    x = tl.load(x_ptr + t * x_stride + i, mask=inside, other=0)
+    gate = tl.load(gate_ptr + t * gate_stride + n * head_stride + d, mask=inside, other=0).to(tl.float32)
+    wide, divisor = x.to(tl.float32), 1 + tl.exp(-gate)
+    if weight_ptr is None:
+        out = wide * (1 / divisor).to(x.dtype).to(tl.float32)
+    else:
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
+        scaled = ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
+        out = scaled.to(tl.float32) * (gate / divisor)
+    out = out.to(x.dtype)
+    if out_ptr is not None:
+        tl.store(out_ptr + t * (N * D) + i, out, mask=inside)
+    else:
+        store_rounded_row(out, i, inside, values_ptr, unit_ptr, t, values_stride)
 
 
 @triton.jit(do_not_specialize=["tokens_ptr"])
@@ -207,15 +278,16 @@ def _add_rms_norm_kernel(
     weight_ptr,  # [H]
     first_ptr,  # [H], the weight of a norm of x; None: no norm
     scale_ptr,  # [1], or None
-    out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED, or int8 [2T, H]
-    unit_ptr,  # [G, T] float32, if ROUNDED
+    out_ptr,  # [T, H], or None
+    values_ptr,  # [T, H] int8 or float8_e4m3fn, or int8 [2T, H]; None: it is not quantized
+    unit_ptr,  # [G, T] float32
     total_ptr,  # [T, H]
     addresses_ptr,  # [N + 1]; None: x is the sum over ranks
     counts_ptr,  # [P]
     rank,
     x_stride,
     residual_stride,
-    out_stride,
+    values_stride,
     tokens,
     eps,
     N: tl.constexpr,
@@ -223,16 +295,15 @@ def _add_rms_norm_kernel(
     BYTES: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
     GROUPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    h = tl.arange(0, BLOCK)
+    weight = load_settled(weight_ptr + h, h < H, 0)
     take_turn(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
     residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
-    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
     if addresses_ptr is not None:
         x = sum_row(x, h, addresses_ptr, counts_ptr, rank, N, P, BYTES)
     if first_ptr is not None:
@@ -242,9 +313,9 @@ def _add_rms_norm_kernel(
         total = (total * tl.load(scale_ptr)).to(x.dtype)
     tl.store(total_ptr + t * H + h, total, mask=h < H)
     out = normed(total, weight, eps, H)
-    if not ROUNDED:
-        tl.store(out_ptr + t * out_stride + h, out, mask=h < H)
-    elif GROUPED:
-        store_rounded(out, out_ptr + t * out_stride, unit_ptr + t, tokens, H)
-    else:
-        store_rounded_row(out, out_ptr, unit_ptr, t, out_stride, H)
+    if out_ptr is not None:
+        tl.store(out_ptr + t * H + h, out, mask=h < H)
+    if GROUPED:
+        store_rounded(out, values_ptr + t * values_stride, unit_ptr + t, tokens, H)
+    elif values_ptr is not None:
+        store_rounded_row(out, h, h < H, values_ptr, unit_ptr, t, values_stride)

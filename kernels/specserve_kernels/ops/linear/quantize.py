@@ -134,28 +134,27 @@ def _round_rows_kernel(
     x = tl.load(x_ptr + t * stride + i, mask=i < I, other=0)
     if GATED:
         x = activate(x, tl.load(x_ptr + t * stride + I + i, mask=i < I, other=0), GATED)
-    store_rounded_row(x, values_ptr, unit_ptr, t, values_stride, I)
+    store_rounded_row(x, i, i < I, values_ptr, unit_ptr, t, values_stride)
 
 
 @triton.jit
-def store_rounded_row(x, values_ptr, unit_ptr, t, stride, I: tl.constexpr):
-    """Quantize the row of token ``t`` to FP8, or to two rows of int8, and store it up to ``I``, after which x is zero.
-    The scale of a row with NaN is NaN."""
+def store_rounded_row(x, i, inside, values_ptr, unit_ptr, t, stride):
+    """Quantize the row of token ``t`` to FP8, or to two rows of int8, and store at ``i`` what is ``inside``: the rest
+    of x is zero. The scale of a row with NaN is NaN."""
     FP8: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv
     x = x.to(tl.float32)
     # Without their sign, float32 numbers are in the order of their bits, NaN after infinity.
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     unit = tl.maximum(
         largest * (_FP8_UNIT if FP8 else _PAIRED_UNIT), _LEAST, propagate_nan=tl.PropagateNan.ALL
     )
     scaled = x * (1 / unit)
-    i = tl.arange(0, x.shape[0])
     if FP8:
         number = tl.clamp(scaled, -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
-        tl.store(values_ptr + t * stride + i, number, mask=i < I)
+        tl.store(values_ptr + t * stride + i, number, mask=inside)
     else:
         number = (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int16)  # see store_rounded
         high = (number + 64) >> 7
-        tl.store(values_ptr + 2 * t * stride + i, high.to(tl.int8), mask=i < I)
-        tl.store(values_ptr + (2 * t + 1) * stride + i, (number - (high << 7)).to(tl.int8), mask=i < I)
+        tl.store(values_ptr + 2 * t * stride + i, high.to(tl.int8), mask=inside)
+        tl.store(values_ptr + (2 * t + 1) * stride + i, (number - (high << 7)).to(tl.int8), mask=inside)
     tl.store(unit_ptr + t, unit)

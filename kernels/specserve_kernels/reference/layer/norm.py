@@ -10,17 +10,28 @@ from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
 from specserve_kernels.types import Parts
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, gate_SX: Tensor | None = None) -> Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs: a new tensor
-    of x's shape and dtype. It is rounded before a weight of 16 bits multiplies it, and after one of float32.
-    ``gate_SX``, which has as many elements: the norm, rounded, is multiplied by its SiLU, in float32 or wider."""
-    if gate_SX is not None:
-        normed_TH, wide = rms_norm(x_TH, weight_H, eps), torch.promote_types(x_TH.dtype, torch.float32)
-        return (normed_TH.to(wide) * F.silu(gate_SX.reshape_as(x_TH).to(wide))).to(x_TH.dtype)
+    of x's shape and dtype. It is rounded before a weight of 16 bits multiplies it, and after one of float32."""
     if x_TH.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     scaled_TH = F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(weight_H.dtype)
     return (scaled_TH * weight_H).to(x_TH.dtype)
+
+
+def gate_heads(
+    x_TI: Tensor, gate_TND: Tensor, norm: tuple[Tensor, float] | None, dtype: torch.dtype | None
+) -> Tensor | Rounded:
+    """Multiply heads of x by the sigmoid of their gates. With a ``norm``, which is a weight and eps, their norms are
+    multiplied by the gates' SiLU, in float32 or wider. ``dtype``: what ``round_inputs`` quantizes the result to; None:
+    it is not."""
+    x_TND = x_TI.view(gate_TND.shape)
+    if norm is None:
+        out_TND = x_TND * gate_TND.sigmoid()
+    else:
+        wide = torch.promote_types(x_TI.dtype, torch.float32)
+        out_TND = (rms_norm(x_TND, *norm).to(wide) * F.silu(gate_TND.to(wide))).to(x_TI.dtype)
+    return out_TND.flatten(1) if dtype is None else round_inputs(out_TND.flatten(1), dtype)
 
 
 def embed_rms_norm(
@@ -58,7 +69,8 @@ def add_rms_norm_rounded(
     dtype: torch.dtype,
     first_H: Tensor | None = None,
     scale_1: Tensor | None = None,
+    give: bool = False,
 ) -> tuple[Rounded, Tensor]:
-    """Return ``add_rms_norm`` with the norm quantized to ``dtype`` by ``round_inputs``."""
+    """Return ``add_rms_norm`` with the norm quantized to ``dtype`` by ``round_inputs``, and ``give`` it too."""
     normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps, first_H, scale_1)
-    return round_inputs(normed_TH, dtype), total_TH
+    return round_inputs(normed_TH, dtype)._replace(given_TI=normed_TH if give else None), total_TH

@@ -23,11 +23,13 @@ LEAST_UNIT = 1e-30  # scale of a group of zeros
 class Rounded(NamedTuple):
     """A projection's quantized activations: ``values``, int8 or float8_e4m3fn ``[T, I]``, or int8 ``[2T, I]`` with two
     rows a token, and ``unit_GT``, the scale of each token's group, float32 at least; a single group has all inputs.
-    ``dtype``: the original dtype, which the result gets."""
+    ``dtype``: the original dtype, which the result gets. ``given_TI``: what was quantized, if somebody reads that too.
+    """
 
     values: Tensor
     unit_GT: Tensor
     dtype: torch.dtype
+    given_TI: Tensor | None = None
 
     @property
     def plain_TI(self) -> Tensor:
