@@ -34,13 +34,13 @@ from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import Gpu, Limits, assume
 from specserve_kernels.ops.experts.experts import run_experts
 from specserve_kernels.ops.experts.route import route
-from specserve_kernels.ops.layer.activation import apply_gate
+from specserve_kernels.ops.layer.activation import apply_gate, gate_rows
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, gate_heads, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
-from specserve_kernels.ops.linear.linear import linear_few
+from specserve_kernels.ops.linear.linear import linear_ahead, linear_few
 from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
@@ -128,8 +128,10 @@ READ_EARLY = {
     "_gate_heads_kernel": {"weight_ptr"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "_route_kernel": {"weight_ptr"},
+    "_linear_ahead_kernel": {"x_ptr", "weight_ptr"},
     "_multiply_kernel": {"weight_ptr"},
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
+    "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
     "_grow_kernel": {"length_ptr"},
     "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
     "_scan": {"rows", "table"},
@@ -145,9 +147,10 @@ SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 ADA_SHARED = 101_376  # bytes of shared memory of a program, of compute capability 8.6 and 8.9
 WAIT = re.compile(r"griddepcontrol\.wait|tt\.grid_dependency_wait")
 ACCESS = re.compile(
-    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp)\.[\w.:]*global"
+    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp(?!\.async\.cg))\.[\w.:]*global"
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
-    r"|\btt\.load (?!.*cache_modifier = cg)|\btt\.(store|atomic\w+|descriptor\w+) |\b\w+\.async\w*_copy_global"
+    r"|\btt\.load (?!.*cache_modifier = cg)|\btt\.(store|atomic\w+|descriptor\w+) "
+    r"|\b\w+\.async\w*_copy_global(?!.*[mM]odifier = cg)"
 )
 
 WEIGHTS_FIRST = {"linear.specialized._specialized_kernel": 3, "linear.streamed._streamed_kernel": 1}
@@ -517,6 +520,7 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
         for gated in GATES:
             if tokens <= 16:
                 linear_few(x_TI, weight(4096, 4096, dtype), gated)
+                linear_ahead(x_TI, weight(96, 4096, dtype))
             if tokens <= 64:
                 swap_ab_linear(x_TI, weight(4096, 4096, dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
@@ -599,6 +603,7 @@ def launch_wide(tokens: int) -> None:
     integer_linear(round_inputs(x_TI, torch.int8), weight(28672, 4096, torch.int8), scale_OG, None, "silu")
     swap_ab_linear(x_TI, weight(28672, 4096), "silu")
     apply_gate(torch.zeros(tokens, 28672, dtype=torch.bfloat16), "silu")
+    gate_rows(x_TI, x_TI.clone(), weight(1, 4096))
 
 
 def launch_experts(tokens: int, correction: bool = False, biased: bool = False, first: int = 0) -> None:

@@ -154,6 +154,14 @@ def test_gates(draw, tokens: int, inner: int, gated: Gate) -> None:
     assert_close(activation.apply_gate(strided, gated), expected)
 
 
+@pytest.mark.parametrize("width", [24, 1000])
+def test_gates_of_rows(draw, width: int) -> None:
+    rows, x, weight = draw(3, width + 8)[:, 8:], draw(3, width + 8)[:, :-8], draw(1, width) / width**0.5
+    found = activation.gate_rows(rows, x, weight)
+    assert_close(found, reference_activation.gate_rows(rows, x, weight), 4)
+    assert torch.equal(activation.gate_rows(rows[2:], x[2:], weight)[0], found[2])
+
+
 @pytest.mark.parametrize("gated", GATES)
 def test_large_gates(draw, gated: Gate) -> None:
     gate_up = draw(1, 8)
@@ -365,7 +373,11 @@ def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
     x, weight = draw(tokens, inputs + 8)[:, :inputs], draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
-    assert_close(linear.linear_few(x, weight), torch.nn.functional.linear(x, weight))
+    found = linear.linear_few(x, weight)
+    assert_close(found, torch.nn.functional.linear(x, weight))
+    ahead = linear.linear_ahead(x, weight)
+    assert_close(ahead, found)
+    assert not GPU or torch.equal(ahead, found)
 
 
 @pytest.mark.parametrize(("tokens", "inner", "inputs"), [(1, 64, 512), (5, 20, 200), (16, 33, 1024)])

@@ -41,6 +41,8 @@ BEFORE = {
     "maximum",
     "sum",
     "exp",
+    "dot",
+    "range",
     "static_range",
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
@@ -137,6 +139,8 @@ def test_who_reads_before_it_waits() -> None:
         "_down_kernel": {"order_ptr", "tile_ptrs"},
         "_gate_heads_kernel": {"weight_ptr"},
         "_route_kernel": {"weight_ptrs"},
+        "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
+        "_linear_ahead_kernel": {"x_ptrs", "weight_ptrs"},
         "_multiply_kernel": {"weight_ptrs"},
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},

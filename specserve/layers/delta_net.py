@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from specserve_kernels import Rounded, gate_heads
+from specserve_kernels import Rounded, gate_heads, linear_ahead
 from torch import Tensor, nn
 
 from specserve.kv.spec import DeltaState
 from specserve.layers.batch import DeltaRule, LayerCall, Recurs
 from specserve.layers.config import LayerConfig
+from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.ranks import Update
+from specserve.layers.weights import given
 
 
 class Convolution(nn.Module):
@@ -76,7 +78,9 @@ class GatedDeltaNet(nn.Module):
 
     def projected(self, x_TH: Tensor | Rounded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""
-        many_TX, few_TX = self.in_proj_qkvz(x_TH), self.in_proj_ba(x_TH)
+        many_TX, few = self.in_proj_qkvz(x_TH), self.in_proj_ba
+        plain_OH = few.weight if isinstance(few, Linear) and few.is_plain else None
+        few_TX = few(x_TH) if plain_OH is None else linear_ahead(given(x_TH), plain_OH)
         if self.grouped:
             many_TX, few_TX = many_TX.index_select(1, self.many_X), few_TX.index_select(1, self.few_X)
         parts = self.state.parts

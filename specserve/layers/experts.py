@@ -114,14 +114,16 @@ class ExpertsMLP(nn.Module):
             gate_up.shares_inputs = True
             if mine.shared_gate:
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+                self.shared_expert_gate.kept_plain = True
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
         given_TH = given(x_TH)
         shared: Tensor | kernels.SharedWeights | None = self._shared_weights
         if self.shared_expert is not None and shared is None:
-            shared, _ = self.shared_expert(x_TH, residual_TH)
+            rows_TH, _ = self.shared_expert(x_TH, residual_TH)
+            shared = rows_TH
             if self.shared_expert_gate is not None:
-                shared = self.shared_expert_gate(given_TH).sigmoid() * shared
+                shared = kernels.gate_rows(rows_TH, given_TH, self.shared_expert_gate.weight)
         return self.ranks.sum_for_norm(self.experts(given_TH, self.gate(given_TH), shared)), residual_TH
 
     @property

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.device import next_power_of_2
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.reference.layer.activation import CLAMP, GATES, SLOPE, Gate
 
 BLOCK = 1024  # channels of a program
 WARPS = 4
+_PER_WARP = 512  # elements of a row
 # GELU is ``x / (1 + exp(-2 u))`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``.
 _CUBIC, _MINUS_TWICE = tl.constexpr(0.044715), tl.constexpr(-2 * sqrt(2 / pi) * log2(e))
 
@@ -38,6 +40,47 @@ def apply_gate(gate_up_T2I: Tensor, gated: Gate) -> Tensor:
         **overlap(),
     )
     return out_TI
+
+
+def gate_rows(rows_TI: Tensor, x_TI: Tensor, weight_1I: Tensor) -> Tensor:
+    """Same as the reference."""
+    (tokens, width), out_TI = rows_TI.shape, rows_TI.new_empty(rows_TI.shape)
+    block = next_power_of_2(width)
+    _gate_rows_kernel[(tokens,)](
+        rows_TI,
+        x_TI,
+        weight_1I,
+        out_TI,
+        rows_TI.stride(0),
+        x_TI.stride(0),
+        I=width,
+        BLOCK=block,
+        num_warps=min(max(block // _PER_WARP, 1), 16),
+        **overlap(),
+    )
+    return out_TI
+
+
+@triton.jit
+def _gate_rows_kernel(
+    rows_ptr,  # [T, I]
+    x_ptr,  # [T, I]
+    weight_ptr,  # [I]
+    out_ptr,  # [T, I]
+    rows_stride,
+    x_stride,
+    I: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    t, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = load_settled(x_ptr + t * x_stride + i, i < I, 0)
+    weight = load_settled(weight_ptr + i, i < I, 0)
+    gate = tl.sum(x.to(tl.float32) * weight.to(tl.float32), 0).to(x.dtype).to(tl.float32)
+    share = (1 / (1 + tl.exp(-gate))).to(x.dtype)
+    take_turn(OVERLAP)
+    rows = tl.load(rows_ptr + t * rows_stride + i, mask=i < I, other=0)
+    tl.store(out_ptr + t * I + i, rows * share, mask=i < I)
 
 
 @triton.jit

@@ -17,9 +17,12 @@ from specserve_kernels.ops.device import Limits, cdiv, limits_of
 from specserve_kernels.ops.layer.activation import activate, apply_gate
 from specserve_kernels.ops.linear.choose import FEW_OUTPUTS, FEW_TOKENS, LaunchConfig, for_plain
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.linear import check_place
+
+_AHEAD = LaunchConfig(FEW_TOKENS, 16, 256, 4, 4)  # has room beside the programs of the launch before
+_AHEAD_TOKENS = 64  # for more tokens, loads that are copied ahead win
 
 
 def linear(
@@ -86,6 +89,30 @@ def launch_config(outputs: int, limits: Limits) -> LaunchConfig | None:
     return LaunchConfig(FEW_TOKENS, FEW_OUTPUTS, step, stages, 4) if stages > 1 else None
 
 
+def linear_ahead(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Same as the reference, with the bits of ``linear``."""
+    (tokens, inputs), outputs = x_TI.shape, len(weight_OI)
+    if tokens > _AHEAD_TOKENS or for_plain(x_TI, weight_OI, None, False) != "few":
+        return linear(x_TI, weight_OI, None)
+    out_TO = x_TI.new_empty((tokens, outputs))
+    _linear_ahead_kernel[(cdiv(outputs, _AHEAD.outputs), cdiv(tokens, _AHEAD.tokens))](
+        x_TI,
+        weight_OI,
+        out_TO,
+        tokens,
+        x_TI.stride(0),
+        O=outputs,
+        I=inputs,
+        BLOCK_T=_AHEAD.tokens,
+        BLOCK_O=_AHEAD.outputs,
+        BLOCK_I=_AHEAD.inputs,
+        num_warps=_AHEAD.warps,
+        num_stages=_AHEAD.stages,
+        **overlap(),
+    )
+    return out_TO
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x_ptr,  # [T, I]
@@ -114,6 +141,35 @@ def _linear_kernel(
         weight = tl.load(weight_ptrs + start, mask=inside_o[None, :] & inside[:, None], other=0)
         sums = tl.dot(x, weight, sums)
     store_outputs(sums, out_ptr, tl.program_id(0), t, tokens, O, GATED)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear_ahead_kernel(
+    x_ptr,  # [T, I]
+    weight_ptr,  # [O, I]
+    out_ptr,  # [T, O]
+    tokens,
+    stride,
+    O: tl.constexpr,
+    I: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i = tl.arange(0, BLOCK_I)
+    o, inside_o = outputs_of(tl.program_id(0), O, BLOCK_O, 0)
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride + i[None, :]
+    weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
+    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    for start in range(0, I, BLOCK_I):
+        inside = start + i < I
+        x = load_settled(x_ptrs + start, (t < tokens)[:, None] & inside[None, :], 0)
+        weight = load_settled(weight_ptrs + start, inside_o[None, :] & inside[:, None], 0)
+        sums = tl.dot(x, weight, sums)
+    take_turn(OVERLAP)
+    store_outputs(sums, out_ptr, tl.program_id(0), t, tokens, O, 0)
 
 
 @triton.jit

@@ -30,3 +30,8 @@ def apply_gate(gate_up_T2I: Tensor, gated: Gate) -> Tensor:
         wide = gate.to(torch.promote_types(gate.dtype, torch.float32)).clamp(max=CLAMP)
         return (wide * (SLOPE * wide).sigmoid()).to(gate.dtype) * (up.clamp(-CLAMP, CLAMP) + 1)
     return (F.silu(gate) if gated == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def gate_rows(rows_TI: Tensor, x_TI: Tensor, weight_1I: Tensor) -> Tensor:
+    """Return ``sigmoid(x @ weight.T) * rows``. On a GPU, x must have been written at least two launches ago."""
+    return F.linear(x_TI, weight_1I).sigmoid() * rows_TI
