@@ -154,8 +154,10 @@ def test_what_fits() -> None:
     assert size_for([40, 100], PROMPT_SIZES) == PromptSize(16, 256, longest=256)
     assert size_for([65, *[1] * 8], PROMPT_SIZES) == PromptSize(16, 256, longest=256)
     assert size_for([30] * 9, PROMPT_SIZES) == PromptSize(16, 384, longest=384)
-    assert size_for([512], PROMPT_SIZES) == size_for([60, *[65] * 5], PROMPT_SIZES) == PROMPT_SIZES[-1]
-    assert size_for([513], PROMPT_SIZES) is None
+    for tokens in (512, 640, 2048):
+        assert size_for([tokens], PROMPT_SIZES) == PromptSize(16, tokens, longest=tokens)
+    assert size_for([60, *[65] * 5], PROMPT_SIZES) == PromptSize(16, 512, longest=512)
+    assert size_for([2049], PROMPT_SIZES) is None
     assert size_for([20, 30], PROMPT_SIZES) == size_for([16] * 4, PROMPT_SIZES) == PromptSize(4, 64)
     assert size_for([5] * 9, PROMPT_SIZES) == size_for([16] * 16, PROMPT_SIZES) == PromptSize(16, 256)
     assert size_for([1] * 17, PROMPT_SIZES) is None
@@ -163,7 +165,8 @@ def test_what_fits() -> None:
     assert sizes_within(65) == [PromptSize(1, 16)]
     assert sizes_within(66) == [size for size in PROMPT_SIZES if size.longest == MAX_NODES]
     assert sizes_within(130)[-2:] == [PromptSize(8, 128, longest=128), PromptSize(16, 256)]
-    assert sizes_within(514) == list(PROMPT_SIZES)
+    assert sizes_within(514)[-1] == PromptSize(16, 512, longest=512)
+    assert sizes_within(2050) == list(PROMPT_SIZES)
 
 
 def test_padding_takes_what_is_left() -> None:

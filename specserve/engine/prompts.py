@@ -1,9 +1,8 @@
-"""Short prompt launches in a few fixed sizes, up to 16 prompts and 512 tokens together, for CUDA graphs.
+"""Prompt launches in a few fixed sizes, up to 16 prompts and 2,048 tokens together, for CUDA graphs.
 
-They serve the uncached ends of long prompts, and short questions. Queued one by one, the hundreds of kernels of a
-launch take the host as long as 512 tokens take the device, or longer; captured, they are one call. A launch smaller
-than its size is padded with runs of the dummy row, as few as possible, because each takes attention tiles; the other
-runs are empty.
+Queued one by one, the hundreds of kernels of a launch take the host as long as 500 to 2,500 tokens take the device,
+most with quantized weights; captured, they are one call. A launch smaller than its size is padded with runs of the
+dummy row, as few as possible, because each takes attention tiles; the other runs are empty.
 
 Shapes: B runs, padding included, T tokens of all.
 """
@@ -77,9 +76,10 @@ PROMPT_SIZES = (
     PromptSize(8, 128),
     PromptSize(8, 128, longest=128),
     PromptSize(16, 256),
-    PromptSize(16, 256, longest=256),
-    PromptSize(16, 384, longest=384),
-    PromptSize(16, 512, longest=512),
+    *(
+        PromptSize(16, tokens, longest=tokens)
+        for tokens in (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+    ),
 )
 """Cheapest first. A cached prompt leaves at most a page to compute, 16 tokens by default."""
 
