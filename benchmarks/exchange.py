@@ -24,7 +24,7 @@ from specserve_kernels.ops.ranks.exchange import (
     FEW,
     PROGRAMS,
     Shared,
-    gather_parts,
+    join_parts,
     shared_bytes,
     sum_parts,
 )
@@ -40,7 +40,7 @@ CALLS, REPEATS = 20, 21
 RUNS: dict[str, Callable[[Tensor, Shared], Tensor]] = {
     "one_shot": lambda part, shared: sum_parts(part, shared, two_shot=False),
     "two_shot": lambda part, shared: sum_parts(part, shared, two_shot=True),
-    "gather": gather_parts,
+    "gather": lambda part, shared: join_parts(part[None], part.numel() * shared.ranks, part.numel(), shared),
 }
 
 
@@ -98,7 +98,7 @@ def measure(
             return run(every[shared.rank], shared)
 
         warm(call)
-        found, expected = timed(streams, call, meet), torch.stack(every) if name == "gather" else total
+        found, expected = timed(streams, call, meet), torch.cat(every)[None] if name == "gather" else total
         right &= all(torch.equal(each, expected.bfloat16()) for each in found["kept"])
         row |= {f"{name}_us": found["us"], f"{name}_median_us": found["median"]}
     return row | {"right": right}

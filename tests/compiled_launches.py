@@ -45,7 +45,7 @@ from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.ops.ranks.exchange import gather_parts, sum_parts
+from specserve_kernels.ops.ranks.exchange import join_parts, pick_rows, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
 from specserve_kernels.ops.recurrent.inputs import cut_paths, delta_inputs, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
@@ -661,7 +661,8 @@ def launch_exchanges() -> None:
         part_TH = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
         shared = Shared(1, *(torch.zeros(count, dtype=torch.int64) for count in (ranks + 1, 128)))
         sum_parts(part_TH, shared)
-        gather_parts(part_TH, shared)
+        join_parts(part_TH, 4096 * ranks, 64, shared)
+        pick_rows(torch.zeros(128, dtype=torch.int64), part_TH, 0, shared)
         if tokens == 1:
             add_rms_norm(Parts(part_TH, shared), part_TH, part_TH[0], 1e-5)
 

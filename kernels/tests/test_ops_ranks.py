@@ -16,7 +16,14 @@ import torch
 from specserve_kernels import Parts
 from specserve_kernels.ops.layer.norm import add_rms_norm
 from specserve_kernels.ops.ranks import exchange
-from specserve_kernels.ops.ranks.exchange import Shared, gather_parts, shared_bytes, sum_parts
+from specserve_kernels.ops.ranks.exchange import (
+    Shared,
+    join_parts,
+    pick_rows,
+    picks_rows,
+    shared_bytes,
+    sum_parts,
+)
 from torch import Tensor
 from triton import language as tl
 
@@ -96,11 +103,26 @@ def test_a_norm_adds_the_parts_of_its_rows() -> None:
     assert all(torch.equal(each.view(total_TH.dtype), total_TH.flatten()) for each in on_ranks(2, work, 1200))
 
 
-def test_parts_are_gathered_in_the_order_of_ranks() -> None:
-    parts = torch.randint(100, (3, 7, 411), dtype=torch.int32)
-    with patch.object(exchange, "PROGRAMS", PROGRAMS), patch.object(exchange, "SLOT", 1 << 12):
-        found = on_ranks(3, lambda shared: gather_parts(parts[shared.rank], shared), parts.nbytes)
-    assert all(torch.equal(each.view(parts.dtype), parts.flatten()) for each in found)
+@pytest.mark.parametrize("unit", [1, 8])
+def test_columns_are_joined_and_rows_picked(unit: int) -> None:
+    """Of a table that ranks cut unevenly. No rank has a row for the last token."""
+    table_VH, tokens_T = torch.randn(45, 70).to(torch.bfloat16), torch.tensor([44, 0, 17, 16, 8, 7, 33, 45])
+    whole = torch.randint(100, (60, 45), dtype=torch.int32)
+    limits = [45 // unit * rank // 3 * unit for rank in range(3)] + [45]
+
+    def work(shared: Shared) -> Tensor:
+        begin, end = limits[shared.rank : shared.rank + 2]
+        own_RH = table_VH[begin:end]
+        assert picks_rows(tokens_T, own_RH)
+        place_T, found_TH = pick_rows(tokens_T, own_RH, begin, shared)
+        assert place_T.tolist() == list(range(8))
+        assert torch.equal(found_TH[:-1], table_VH[tokens_T[:-1]])
+        assert not found_TH[-1].any()
+        return join_parts(whole[:, begin:end].contiguous(), 45, unit, shared)
+
+    with patch.object(exchange, "PROGRAMS", 8), patch.multiple(exchange, FEW=16, SLOT=1 << 8):
+        found = on_ranks(3, work, whole.nbytes)
+    assert all(torch.equal(each.view(whole.dtype), whole.flatten()) for each in found)
 
 
 @pytest.mark.parametrize("stop", [True, False])

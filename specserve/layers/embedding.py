@@ -36,13 +36,7 @@ class Embedding(nn.Embedding):
 
     def table(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return a table ``[R, H]`` and which of its rows are the tokens', before ``scale``."""
-        if self.ranks.count == 1:
-            return tokens_T, self.weight
-        ((begin, end),) = ranges_of(self.shares["weight"])
-        own_T = (tokens_T >= begin) & (tokens_T < end)
-        rows_TH = F.embedding(torch.where(own_T, tokens_T - begin, 0), self.weight)
-        found_TH = self.ranks.sum(torch.where(own_T[:, None], rows_TH, 0))
-        return torch.arange(len(tokens_T), device=tokens_T.device), found_TH
+        return self.ranks.pick(tokens_T, self.weight, ranges_of(self.shares["weight"])[0][0])
 
     def as_head(self) -> Projection:
         """Return the head that shares its rows."""
@@ -94,8 +88,7 @@ class SharedHead(Projection):
         return self.own.rounds_to(tokens)
 
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
-        found_TV = self._ranks.join(self.own(x_TI), whole_of(self._rows))
-        return found_TV if out is None else out.copy_(found_TV)
+        return self._ranks.join(self.own(x_TI), whole_of(self._rows), out)
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Copy them from all ranks."""

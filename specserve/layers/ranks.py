@@ -145,6 +145,21 @@ class Peers(ABC):
         """Return the sum of all ranks' parts, or what ``add_rms_norm`` takes instead of it."""
         return self.sum(part_TH)
 
+    def join(self, own_TR: Tensor, size: int, unit: int, count: int, out: Tensor | None) -> Tensor:
+        """Return ``[T, size]`` of all ``count`` ranks' columns, which are cut at multiples of ``unit``; written to
+        ``out`` if given."""
+        limits = (_limits(rank, count, size, unit) for rank in range(count))
+        sizes = [end - begin for begin, end in limits]
+        parts = self.exchange(torch.nn.functional.pad(own_TR, (0, max(sizes) - own_TR.shape[-1])))
+        return torch.cat([part[:, :rows] for part, rows in zip(parts, sizes, strict=True)], -1, out=out)
+
+    def pick(self, tokens_T: Tensor, weight_RH: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """Return 0, 1, ..., and the tokens' rows ``[T, H]``, of which this rank has those from ``begin`` on."""
+        own_T = (tokens_T >= begin) & (tokens_T < begin + len(weight_RH))
+        rows_TH = torch.nn.functional.embedding(torch.where(own_T, tokens_T - begin, 0), weight_RH)
+        found_TH = self.sum(torch.where(own_T[:, None], rows_TH, 0))
+        return torch.arange(len(tokens_T), device=tokens_T.device), found_TH
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -179,10 +194,12 @@ class Ranks:
 
     def vocabulary(self, size: int) -> int:
         """Return this rank's part of a vocabulary."""
-        return size if self.count == 1 else Share(size, [self._rows(self.rank, size)])
+        if self.count == 1:
+            return size
+        return Share(size, [_limits(self.rank, self.count, size, self._unit(size))])
 
-    def _rows(self, rank: int, size: int) -> tuple[int, int]:
-        return _limits(rank, self.count, size, _UNIT if size >= _UNIT * self.count else 1)
+    def _unit(self, size: int) -> int:
+        return _UNIT if size >= _UNIT * self.count else 1
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, added in the order of ranks and rounded once. An element's sum depends on
@@ -193,16 +210,18 @@ class Ranks:
         """Return the same as ``sum``, or what ``add_rms_norm`` takes instead of it."""
         return part_TH if self.peers is None else self.peers.sum_for_norm(part_TH)
 
-    def join(self, own_TR: Tensor, size: int) -> Tensor:
-        """Return ``[T, size]`` of each rank's part of a vocabulary."""
-        if self.count == 1:
-            return own_TR
+    def join(self, own_TR: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+        """Return ``[T, size]`` of each rank's part of a vocabulary, written to ``out`` if given."""
         if self.peers is None:
-            return own_TR.new_empty(*own_TR.shape[:-1], size)
-        sizes = [end - begin for begin, end in (self._rows(rank, size) for rank in range(self.count))]
-        padded = torch.nn.functional.pad(own_TR, (0, max(sizes) - own_TR.shape[-1]))
-        parts = self.peers.exchange(padded)
-        return torch.cat([part[..., :rows] for part, rows in zip(parts, sizes, strict=True)], -1)
+            return own_TR.new_empty(len(own_TR), size) if out is None else out
+        return self.peers.join(own_TR, size, self._unit(size), self.count, out)
+
+    def pick(self, tokens_T: Tensor, weight_RH: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """Return a table ``[R, H]`` and which of its rows are the tokens', of which this rank has those from ``begin``
+        on."""
+        if self.peers is None:
+            return tokens_T, weight_RH
+        return self.peers.pick(tokens_T, weight_RH, begin)
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""

@@ -54,7 +54,33 @@ def sharing(count: int) -> int:
     return count if torch.cuda.device_count() < count else 1
 
 
-class ShapePeers(Peers):
+class LaunchPeers(Peers):
+    """What is not on the host is exchanged by launches."""
+
+    _shared: Any
+
+    def sum_for_norm(self, part_TH: Tensor) -> Update:
+        from specserve_kernels.ops.ranks.exchange import sums_rows
+
+        left = not part_TH.is_cpu and sums_rows(part_TH, self._shared.ranks)
+        return Parts(part_TH, self._shared) if left else self.sum(part_TH)
+
+    def join(self, own_TR: Tensor, size: int, unit: int, count: int, out: Tensor | None) -> Tensor:
+        from specserve_kernels.ops.ranks.exchange import join_parts
+
+        if own_TR.is_cpu:
+            return super().join(own_TR, size, unit, count, out)
+        return join_parts(own_TR.contiguous(), size, unit, self._shared, out)
+
+    def pick(self, tokens_T: Tensor, weight_RH: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        from specserve_kernels.ops.ranks.exchange import pick_rows, picks_rows
+
+        if tokens_T.is_cpu or not picks_rows(tokens_T, weight_RH):
+            return super().pick(tokens_T, weight_RH, begin)
+        return pick_rows(tokens_T.contiguous(), weight_RH, begin, self._shared)
+
+
+class ShapePeers(LaunchPeers):
     """The others in a dry run, which launches on ``meta`` tensors what any size is exchanged by."""
 
     def __init__(self, count: int) -> None:
@@ -65,9 +91,7 @@ class ShapePeers(Peers):
         self._shared = Shared(0, *(torch.empty(size, dtype=torch.int64, device="meta") for size in sizes))
 
     def exchange(self, own: Tensor) -> list[Tensor]:
-        from specserve_kernels.ops.ranks.exchange import gather_parts
-
-        return list(gather_parts(own, self._shared)) if own.is_meta else [own] * self._shared.ranks
+        return [own] * self._shared.ranks
 
     def sum(self, part: Tensor) -> Tensor:
         from specserve_kernels.ops.ranks.exchange import sum_parts
@@ -76,19 +100,8 @@ class ShapePeers(Peers):
             sum_parts(part, self._shared, two_shot=True)
         return sum_parts(part, self._shared, two_shot=False)
 
-    def sum_for_norm(self, part_TH: Tensor) -> Update:
-        return _left_to_norm(part_TH, self._shared) or self.sum(part_TH)
 
-
-def _left_to_norm(part_TH: Tensor, shared: Any) -> Parts | None:
-    """Return what a norm's launch adds, None if it can't."""
-    from specserve_kernels.ops.ranks.exchange import sums_rows
-
-    on_gpu = part_TH.is_cuda or part_TH.is_meta
-    return Parts(part_TH, shared) if on_gpu and sums_rows(part_TH, shared.ranks) else None
-
-
-class GpuPeers(Peers):
+class GpuPeers(LaunchPeers):
     """The others of ``rank``."""
 
     def __init__(self, rank: int, count: int, host: Host) -> None:
@@ -97,7 +110,7 @@ class GpuPeers(Peers):
         self._memory: list[tuple[int, int]] = []  # address and bytes
         # Read by kernels while they wait, see ``Shared``.
         self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=True)
-        self._shared: Any = None
+        self._shared = None
 
     def connect(self) -> None:
         """Make this rank's memory, and map that of all others. Raises RankGone, and ValueError if it can't be."""
@@ -138,11 +151,7 @@ class GpuPeers(Peers):
         self._shared = Shared(self._rank, addresses, counts)
 
     def exchange(self, own: Tensor) -> list[Tensor]:
-        if not own.is_cuda:
-            return self._host.exchange(own)
-        from specserve_kernels.ops.ranks.exchange import gather_parts
-
-        return list(gather_parts(own.contiguous(), self._shared))
+        return self._host.exchange(own)
 
     def sum(self, part: Tensor) -> Tensor:
         if not part.is_cuda:
@@ -150,9 +159,6 @@ class GpuPeers(Peers):
         from specserve_kernels.ops.ranks.exchange import sum_parts
 
         return sum_parts(part.contiguous(), self._shared)
-
-    def sum_for_norm(self, part_TH: Tensor) -> Update:
-        return _left_to_norm(part_TH, self._shared) or self.sum(part_TH)
 
     def expect_within(self, seconds: float) -> None:
         """Let no kernel wait for longer, by the time that ``pass_time`` counts."""

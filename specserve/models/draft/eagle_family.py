@@ -48,7 +48,8 @@ def load_head(
     if parallel:
         check_window(reading.source.config, reading.source.config_file, target.max_positions)
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
-    config, ranks = config.on(target.config.ranks, target.dtype), target.config.ranks
+    ranks, itemsize = target.config.ranks, 1 if draft.quantization != "none" else target.dtype.itemsize
+    config = config.on(ranks, itemsize)
     if ranks.count > 1:
         whole = "shared out" if config.layer.ranks.count > 1 else "whole on each rank"
         reading.source.note(f"layer: {whole}")

@@ -25,7 +25,6 @@ from specserve.layers.norms import RMSNorm
 from specserve.layers.ranks import ONE, Ranks, Update, summed
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
-from specserve.models.checkpoint import building
 from specserve.models.draft.load import Borrowed, DraftModule
 
 EXCHANGE = 23_000_000
@@ -66,21 +65,21 @@ class DraftConfig:
     mask_shape: tuple[int, ...] = ()  # of ``mask_hidden``
     ranks: Ranks = ONE  # which share out its own output head
 
-    def on(self, ranks: Ranks, dtype: torch.dtype) -> Self:
+    def on(self, ranks: Ranks, itemsize: int) -> Self:
         """Return a rank's part: of the layer, and of an own output head, unless ranks take longer to add its parts, or
-        to gather them, than to read all of it, or its sizes can't be shared out."""
+        to gather them, than to read all of it, or its sizes can't be shared out. ``itemsize``: bytes of a weight."""
         if ranks.count == 1:
             return self
 
         def pays(size: int, exchanges: int) -> bool:
             return size * (ranks.count - 1) > exchanges * EXCHANGE * ranks.count
 
-        layer, rows = self.layer, self.draft_vocab_size * self.layer.hidden_size
+        layer, head = self.layer, self.draft_vocab_size * self.layer.hidden_size
         if layer.ranks.count == 1:  # not the target's
-            with building(dtype, torch.device("meta")), suppress(ValueError):
-                read = sum(each.nbytes for each in self.layer_class(layer, 0).parameters())
-                layer = layer.on(ranks) if pays(read, exchanges=2) else layer
-        return replace(self, layer=layer, ranks=ranks if pays(rows * dtype.itemsize, 1) else ONE)
+            with torch.device("meta"), suppress(ValueError):
+                weights = sum(each.numel() for each in self.layer_class(layer, 0).parameters())
+                layer = layer.on(ranks) if pays(weights * itemsize, exchanges=2) else layer
+        return replace(self, layer=layer, ranks=ranks if pays(head * itemsize, exchanges=1) else ONE)
 
 
 class LayerHead(DraftModule):

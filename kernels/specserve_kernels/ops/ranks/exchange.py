@@ -80,17 +80,25 @@ def sums_rows(part_TH: Tensor, ranks: int) -> bool:
     return fits and part_TH.dtype.itemsize < 8 and not _takes_two(part_TH, ranks)
 
 
-def gather_parts(part: Tensor, shared: Shared) -> Tensor:
-    """Return all ranks' contiguous parts, of one shape and dtype, one after another in a new first dimension."""
-    out = part.new_empty(shared.ranks, *part.shape)
-    block, warps = _blocks(part)
-    _gather_kernel[(min(cdiv(part.numel(), block), PROGRAMS),)](
-        part,
+def join_parts(part_TR: Tensor, size: int, unit: int, shared: Shared, out: Tensor | None = None) -> Tensor:
+    """Return ``[T, size]`` of all ranks' columns, one after another, in ``out`` if given: rank r's begin at r / N of
+    ``size // unit``, rounded down, times ``unit``."""
+    tokens, ranks = len(part_TR), shared.ranks
+    wide = cdiv(size // unit, ranks) * unit + size % unit
+    out = part_TR.new_empty(tokens, size) if out is None else out
+    assert out.is_contiguous()
+    assert tokens * wide < 1 << 28
+    block, warps = _blocks(part_TR)
+    _join_kernel[(min(cdiv(tokens * wide, block), PROGRAMS),)](
+        part_TR,
         out,
         *shared[1:],
         shared.rank,
-        part.numel(),
-        N=shared.ranks,
+        tokens * wide,
+        V=size,
+        UNIT=unit,
+        WIDE=wide,
+        N=ranks,
         P=PROGRAMS,
         BYTES=SLOT,
         BLOCK=block,
@@ -98,6 +106,40 @@ def gather_parts(part: Tensor, shared: Shared) -> Tensor:
         **overlap(),
     )
     return out
+
+
+def picks_rows(tokens_T: Tensor, weight_RH: Tensor) -> bool:
+    """Return whether ``pick_rows`` can be called."""
+    return len(tokens_T) <= PROGRAMS and _row_block(weight_RH) * weight_RH.element_size() <= SLOT
+
+
+def pick_rows(tokens_T: Tensor, weight_RH: Tensor, begin: int, shared: Shared) -> tuple[Tensor, Tensor]:
+    """Return 0, 1, ..., int64 ``[T]``, and the tokens' rows ``[T, H]``, of which this rank has those from ``begin`` on.
+    A row that no rank has is zero."""
+    (tokens,), block = tokens_T.shape, _row_block(weight_RH)
+    out_TH, place_T = weight_RH.new_empty(tokens, weight_RH.shape[1]), torch.empty_like(tokens_T)
+    _pick_kernel[(tokens,)](
+        tokens_T,
+        weight_RH,
+        out_TH,
+        place_T,
+        *shared[1:],
+        shared.rank,
+        begin,
+        len(weight_RH),
+        H=weight_RH.shape[1],
+        N=shared.ranks,
+        P=PROGRAMS,
+        BYTES=SLOT,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **overlap(),
+    )
+    return place_T, out_TH
+
+
+def _row_block(weight_RH: Tensor) -> int:
+    return next_power_of_2(weight_RH.shape[1])
 
 
 def _blocks(part: Tensor) -> tuple[int, int]:
@@ -190,13 +232,16 @@ def _add(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _gather_kernel(
-    part_ptr,  # [size]
-    out_ptr,  # [N, size]
+def _join_kernel(
+    part_ptr,  # [T, own columns]
+    out_ptr,  # [T, V]
     addresses_ptr,  # [N + 1]
     counts_ptr,  # [P]
     rank,
-    size,
+    size,  # T * WIDE
+    V: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # at least every rank's columns
     N: tl.constexpr,
     P: tl.constexpr,
     BYTES: tl.constexpr,
@@ -205,21 +250,54 @@ def _gather_kernel(
 ):
     take_turn(OVERLAP)
     dtype: tl.constexpr = part_ptr.dtype.element_ty
+    units: tl.constexpr = V // UNIT
     program, step, rounds = tl.program_id(0), tl.num_programs(0), tl.cdiv(size, BLOCK)
     done = tl.cdiv(rounds - program, step)
     count = tl.atomic_add(counts_ptr + program, tl.cast(done, tl.int64), sem="relaxed", scope="gpu")
+    own = tl.where(rank + 1 == N, V, units * (rank + 1) // N * UNIT) - units * rank // N * UNIT
     i = tl.arange(0, BLOCK)
     for number in range(program, rounds, step):
         count += 1
         at = number * BLOCK + i
-        x = tl.load(part_ptr + at, mask=at < size, other=0)
+        t, column = at // WIDE, at % WIDE
+        x = tl.load(part_ptr + t * own + column, mask=(at < size) & (column < own), other=0)
         for to in tl.static_range(N):
             tl.store(_slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES) + i, x)
         _meet(addresses_ptr, rank, program, count, N)
         for source in tl.static_range(N):
+            first = units * source // N * UNIT
+            end = V if source + 1 == N else units * (source + 1) // N * UNIT
             slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
             x = tl.load(slot + i, cache_modifier=".cg")
-            tl.store(out_ptr + source * size + at, x, mask=at < size)
+            tl.store(out_ptr + t * V + first + column, x, mask=(at < size) & (column < end - first))
+
+
+@triton.jit(do_not_specialize=["rank", "begin", "rows"])
+def _pick_kernel(
+    tokens_ptr,  # [T]
+    weight_ptr,  # [rows, H]
+    out_ptr,  # [T, H]
+    place_ptr,  # [T]
+    addresses_ptr,  # [N + 1]
+    counts_ptr,  # [P]
+    rank,
+    begin,
+    rows,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t, i = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.load(tokens_ptr + t) - begin
+    own = (row >= 0) & (row < rows) & (i < H)
+    x = tl.load(weight_ptr + row * H + i, mask=own, other=0)
+    found = sum_row(x, i, addresses_ptr, counts_ptr, rank, N, P, BYTES)
+    tl.store(out_ptr + t * H + i, found, mask=i < H)
+    tl.store(place_ptr + t, tl.cast(t, tl.int64))
 
 
 @triton.jit
