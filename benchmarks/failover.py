@@ -1,4 +1,5 @@
-"""Two servers behind the shipped nginx configuration, or two Ray replicas, under load while one of them is killed."""
+"""Two servers behind the shipped nginx configuration, two Ray replicas, or the ranks of a server, under load while one
+of them is killed."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.common import load_prompts
-from benchmarks.http_client import Connection, Reply, as_json, closed_loop, request
-from benchmarks.results import options, run_command, show, write_results
+from benchmarks.http_client import Connection, Reply, as_json, closed_loop, request, send_once
+from benchmarks.results import options, run_command, show, spread, write_results
+from benchmarks.startup import empty_cache, served
+from benchmarks.traffic import COMPLETIONS
 from tests.front.processes import Server
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "docker"
@@ -423,5 +426,85 @@ def replicas() -> int:
     return finish("ray_failover", {"ray": ray.__version__, **figures}, args.output)
 
 
+async def told_and_answered(url: str, clients: int, tokens: int, rank: int) -> dict[str, Any]:
+    """Seconds after a process is killed: until each client's stream has ended, and until a new request is answered."""
+    begun, ends, killed = Counter[int](), list[float](), 0.0
+
+    def body(new: int, stream: bool) -> bytes:
+        prompt = [random.randrange(10, 2000) for _ in range(64)]
+        asked = {"model": "model", "prompt": prompt, "max_tokens": new, "ignore_eos": True, "stream": stream}
+        return request(COMPLETIONS, as_json(asked))
+
+    async def stream() -> str:
+        try:
+            reply = await Connection(url).send(
+                body(tokens, True), begun=lambda status: begun.update([status])
+            )
+        except (OSError, EOFError):
+            outcome = STREAM_BROKEN
+        else:
+            outcome = STREAM_ERROR_EVENT if b'"error"' in reply.received[-1] else STREAM_COMPLETE
+        ends.append(time.monotonic())
+        return outcome
+
+    streams = [asyncio.create_task(stream()) for _ in range(clients)]
+    async with asyncio.timeout(60):
+        while begun.total() < clients:
+            await asyncio.sleep(0.01)
+    assert begun[200] == clients, dict(begun)
+    await asyncio.sleep(1)
+    assert not ends, "raise --tokens: a stream ended before the kill"
+    os.kill(rank, signal.SIGKILL)
+    killed = time.monotonic()
+    outcomes = Counter(await asyncio.gather(*streams))
+    async with asyncio.timeout(LOADING):
+        while True:
+            with contextlib.suppress(OSError, EOFError):
+                if (await send_once(url, body(1, False))).status == 200:
+                    break
+            await asyncio.sleep(0.05)
+    answered = time.monotonic() - killed
+    told = spread([end - killed for end in ends])
+    return {"clients": clients, **outcomes, "told seconds": told, "answered seconds": answered}
+
+
+def rank() -> int:
+    """A server of several ranks: seconds of its start without kernels and with them, and what clients see of a kill -9.
+
+        python -m benchmarks.failover rank --model DIR/target [--load-format dummy] [--tensor-parallel-size 2] [--cold]
+
+    ``--clients`` streams run when the last rank is killed. The figures say after how many seconds each client knew, and
+    a new request was answered. Ends with code 1 when a stream looked whole.
+    """
+    parser = options(rank.__doc__)
+    parser.add_argument("--model", required=True, help="directory of the target")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4000, help="of each stream")
+    parser.add_argument("--cold", action="store_true", help="start it without kernels, too")
+    args = parser.parse_args()
+    settings = {
+        "model_path": args.model,
+        "load_format": args.load_format,
+        "device": args.device,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "max_running_requests": args.clients,
+        "skip_tokenizer_init": True,
+    }
+    figures: dict[str, Any] = {}
+    with empty_cache() if args.cold else contextlib.nullcontext():
+        if args.cold:
+            with served(settings) as (_, figures["cold seconds"]):
+                pass
+        with served(settings) as (server, figures["warm seconds"]):
+            last = json.loads(server.get("/server_info")[1])["engine"]["ranks"][-1]
+            figures |= asyncio.run(told_and_answered(server.url, args.clients, args.tokens, last["pid"]))
+    write_results("rank_failover", figures, args.output)
+    show(figures)
+    return int(figures.get(STREAM_COMPLETE, 0) > 0)
+
+
 if __name__ == "__main__":
-    run_command(main, replicas)
+    run_command(main, replicas, rank)

@@ -207,6 +207,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--shape", default="off", help="off, or steps,topk,tokens")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="ranks; rank 0's device is traced"
+    )
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     parser.add_argument("--picture", type=Path)
     args = parse_load(parser)
     shape = parse_shape(args.shape)
