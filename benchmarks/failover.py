@@ -443,7 +443,7 @@ async def told_and_answered(url: str, clients: int, tokens: int, rank: int) -> d
         except (OSError, EOFError):
             outcome = STREAM_BROKEN
         else:
-            outcome = STREAM_ERROR_EVENT if b'"error"' in reply.received[-1] else STREAM_COMPLETE
+            outcome = STREAM_ERROR_EVENT if b'"error"' in reply.body else STREAM_COMPLETE
         ends.append(time.monotonic())
         return outcome
 
