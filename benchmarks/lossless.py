@@ -47,7 +47,8 @@ LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken 
 
 @dataclass(frozen=True)
 class Models:
-    """Checkpoints, with their device and dtype. A datastore is for the method ``REST``."""
+    """Checkpoints, with their device and dtype. A datastore is for the method ``REST``. What is expected of several
+    ranks is what one process says."""
 
     target: Path
     drafts: Mapping[str, Path]
@@ -55,6 +56,11 @@ class Models:
     device: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str = "none"
+    tensor_parallel_size: int = 1
+
+    @property
+    def alone(self) -> Models:
+        return replace(self, tensor_parallel_size=1)
 
     def draft_of(self, algorithm: str) -> Path | None:
         """The checkpoint of a method, or of the one that is merged with a lookup."""
@@ -169,6 +175,7 @@ def open_llm(models: Models, **settings: Any) -> LLM:
         device=models.device,
         kv_cache_dtype=models.kv_cache_dtype,
         quantization=models.quantization,
+        tensor_parallel_size=models.tensor_parallel_size,
         skip_tokenizer_init=True,
         random_seed=0,
         **{"max_total_tokens": LARGE_POOL, **settings},
@@ -181,7 +188,7 @@ def plain_llm(models: Models, running: int, **settings: Any) -> LLM:
 
 def reference_texts(models: Models, items: Sequence[Item]) -> list[list[int]]:
     """What plain decoding answers."""
-    with plain_llm(models, 16) as llm:
+    with plain_llm(models.alone, 16) as llm:
         outputs = llm.generate([item.prompt for item in items], [item.params for item in items])
     return [output.token_ids for output in outputs]
 
@@ -277,7 +284,7 @@ def first_difference(answer: Sequence[int], expected: Sequence[int]) -> int:
 
 def tie_gap(models: Models, item: Item, index: int) -> float:
     """How far apart the two best perturbed logits of the item's token ``index`` are in a plain run of it alone."""
-    with plain_llm(models, 1, disable_cuda_graph=True) as llm, recorded_scores() as scores:
+    with plain_llm(models.alone, 1, disable_cuda_graph=True) as llm, recorded_scores() as scores:
         llm.generate([item.prompt], item.params)
     best = scores[min(index, len(scores) - 1)].topk(2).values
     return float(best[0] - best[1])
@@ -395,6 +402,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--quantization", default="none", choices=("none", *ROUNDED))
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks")
     parser.add_argument("--model-path", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--eagle", type=Path, default=BUNDLED_DRAFTS["EAGLE"])
     parser.add_argument("--eagle3", type=Path, default=BUNDLED_DRAFTS["EAGLE3"])
@@ -411,7 +419,7 @@ def main() -> None:
     first, step = map(int, args.part.split("/"))
     drafts = {"EAGLE": args.eagle, "EAGLE3": args.eagle3}
     drafts |= {name: Path(path) for name, _, path in (each.partition("=") for each in args.draft)}
-    kinds = args.dtype, args.device, args.kv_cache_dtype, args.quantization
+    kinds = args.dtype, args.device, args.kv_cache_dtype, args.quantization, args.tensor_parallel_size
     models = Models(args.model_path, drafts, *kinds)
     prompts = [prompt[:48] for prompt in read_prompts(args.prompts, args.model_path)]
     begin = time.perf_counter()

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.outputs import CompletionOutput, RequestOutput
 from tests.engines import Checkpoints
 from tests.matrix import check_matrix
+from tests.ranks import ranks_in_threads
 
 ELSEWHERE = {
     *(f"{name} tree" for name in ("MEDUSA", "MLP", "HYDRA", "ARCTIC_LSTM", "STANDALONE", "PARD", "P_EAGLE"))
@@ -97,6 +99,20 @@ def test_every_text_is_identical(models: Models) -> None:
     assert {name: mean for name, mean in best.items() if mean <= (1.2 if "EAGLE" in name else 1)} == {}
     assert sum(row.cached_tokens for row in report.rows) > 0
     assert f"texts {report.texts}, identical {report.texts}" in lines[-2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_two_ranks_say_what_one_process_says(dtype: str, models: Models) -> None:
+    """With every method, and all values of all other choices."""
+    every, given = pairwise(models.choices), replace(models, dtype=dtype, tensor_parallel_size=2)
+    names = [name for name in models.choices["speculation"] if name not in ELSEWHERE]
+    chosen = [[each for each in every if each["speculation"] == name][n % 3] for n, name in enumerate(names)]
+    with ranks_in_threads(getattr(torch, dtype)):
+        report = run_matrix(given, make_items(prompts(), 56, 8), len(SAMPLING) * len(names), chosen)
+    assert exit_code(report, dtype) == 0
+    assert report.preemptions > 5
+    assert sum(row.cached_tokens for row in report.rows) > 0
 
 
 @pytest.mark.parametrize("number", range(len(EXTRAS)))
