@@ -133,7 +133,18 @@ READ_EARLY = {
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
     "_grow_kernel": {"length_ptr"},
-    "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
+    "_inputs_kernel": {
+        *(
+            "weight_ptr",
+            "rate_ptr",
+            "bias_ptr",
+            "rows_ptr",
+            "position_ptr",
+            "back_ptr",
+            "kept_ptr",
+            "kept_decay",
+        )
+    },
     "_scan": {"rows", "table"},
     "_finish": {"rows", "table"},
 }
@@ -641,7 +652,7 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
     inputs_RWC = torch.zeros(3, 6, (2 * keys + values) * size, dtype=bf16)
     rings, index_T = (*kept[1:], inputs_RWC), torch.zeros(8, dtype=torch.int64)
     left = Left(*(each.new_zeros(8, *each.shape[2:]) for each in rings))
-    back_TE = [trace_back(parent_T, index_T, 7, entries) for parent_T in (None, index_T)][-1]
+    back_TE, _ = (trace_back(parent_T, index_T, 7, entries) for parent_T in (None, index_T))
     runs = Runs(index_T[:2], index_T[:2], index_T[:3], index_T, index_T, back_TE, 8, 16)
     few_TX, rate_V = torch.zeros(8, 2 * values, dtype=bf16), torch.zeros(values)
     weights = inputs_RWC[0, 0, :, None].repeat(1, 4), *few_TX.chunk(2, 1), rate_V, rate_V

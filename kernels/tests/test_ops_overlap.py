@@ -145,6 +145,8 @@ def test_who_reads_before_it_waits() -> None:
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
+        "_kept_taps": {"rows_ptr", "position_ptr", "back_ptr", "kept"},  # of _inputs_kernel
+        "_kept_decays": {"rows_ptr", "position_ptr", "back_ptr", "at_EH"},
         "request_of": {"rows"},
         "_entry": {"column"},  # of the sampling table, for request_of
     }

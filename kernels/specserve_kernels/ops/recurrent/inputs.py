@@ -1,7 +1,7 @@
 """What each token gives to the delta rule on a GPU, and what its row keeps of it.
 
 A token's sums have one order, whatever the launch: taps from the token backwards, one by one; decays as one kernel's
-scan adds them. Weights are read before the wait.
+scan adds them. Weights, and what rows keep of earlier tokens, are read before the wait.
 
 Shapes as in the reference; N heads of keys, or as many channels of values, that a program has, H heads of decays, or N
 tokens.
@@ -251,75 +251,104 @@ def _inputs_kernel(
     there_H = (v_H >= 0) & (v_H < V)
     rate_H = -tl.exp(load_settled(rate_ptr + v_H, there_H, 0.0))
     bias_H = load_settled(bias_ptr + v_H, there_H, 0.0)
+    C: tl.constexpr = 2 * KEYS + V * U
+    row_ptrs = rows_ptr, position_ptr, back_ptr
+    taps = _kept_taps(first, first < end, channel_ND, mask_ND, kept_ptr, *row_ptrs, C, K, E, PAGE)
+    kept_EH = _kept_decays(first, first < end, v_H, there_H, kept_decay, *row_ptrs, V, E)
     take_turn(OVERLAP)
-    if convolves:
-        _convolve(
-            first, end, part, weights, place_ND, channel_ND, mask_ND, x_ptr, kept_ptr, rows_ptr, position_ptr, back_ptr,
-            query_ptr, key_ptr, value_ptr, input_ptr, x_stride, D, KEYS, V * U, K, E, PAGE,
-        )  # fmt: skip
-    else:
-        _add_decays(
-            first, end, v_H, there_H, rate_H, bias_H, b_ptr, a_ptr, kept_decay, rows_ptr, position_ptr, back_ptr,
-            beta_ptr, decay_ptr, decays_ptr, b_stride, a_stride, V, E,
-        )  # fmt: skip
+    for t in range(first, end):
+        later = first != t
+        if convolves:
+            own = _kept_taps(t, later, channel_ND, mask_ND, kept_ptr, *row_ptrs, C, K, E, PAGE)
+            _convolve(
+                t, later, part, weights, taps, own, place_ND, channel_ND, mask_ND, x_ptr, back_ptr, query_ptr, key_ptr,
+                value_ptr, input_ptr, x_stride, D, KEYS, V * U, K, E,
+            )  # fmt: skip
+        else:
+            own_EH = _kept_decays(t, later, v_H, there_H, kept_decay, *row_ptrs, V, E)
+            _add_decays(
+                t, v_H, there_H, rate_H, bias_H, tl.where(later, own_EH, kept_EH), b_ptr, a_ptr, back_ptr, beta_ptr,
+                decay_ptr, decays_ptr, b_stride, a_stride, V, E,
+            )  # fmt: skip
+
+
+@triton.jit
+def _kept_taps(
+    t, wanted, channel_ND, mask_ND, kept_ptr, rows_ptr, position_ptr, back_ptr, C: tl.constexpr, K: tl.constexpr,
+    E: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Return what token ``t`` convolves of tokens before this launch, the last first."""
+    row, position = load_settled(rows_ptr + t, wanted, 0), load_settled(position_ptr + t, wanted, 0)
+    taps = ()
+    for distance in tl.static_range(1, K):
+        before, back = position - distance, load_settled(back_ptr + t * E + distance, wanted, 0)
+        place = _place(tl.maximum(before, 0), K - 1, PAGE)
+        kept, there = kept_ptr + (row * 2 * (K - 1) + place) * C, (before >= 0) & (back < 0)
+        taps += (load_settled(kept + channel_ND, mask_ND & there, 0.0),)  # type: ignore[assignment]
+    return taps
+
+
+@triton.jit
+def _kept_decays(
+    t, wanted, v_H, there_H, kept_decay, rows_ptr, position_ptr, back_ptr, V: tl.constexpr, E: tl.constexpr
+):  # fmt: skip
+    """Return the decays ``[E, H]`` of tokens before this launch."""
+    row, position = load_settled(rows_ptr + t, wanted, 0), load_settled(position_ptr + t, wanted, 0)
+    index_E = tl.arange(0, E)
+    back_E = load_settled(back_ptr + t * E + index_E, index_E < tl.where(wanted, E, 0), 0)
+    before_E = position - index_E
+    at_EH = kept_decay + (row * E + tl.maximum(before_E, 0) % E)[:, None] * V + v_H[None, :]
+    there_E = (back_E < 0) & (before_E >= 0)
+    return load_settled(at_EH, there_E[:, None] & there_H[None, :], 0.0)
 
 
 @triton.jit
 def _convolve(
-    first, end, part, weights, place_ND, channel_ND, mask_ND, x_ptr, kept_ptr, rows_ptr, position_ptr, back_ptr,
-    query_ptr, key_ptr, value_ptr, input_ptr, x_stride, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+    t, later, part, weights, taps, own, place_ND, channel_ND, mask_ND, x_ptr, back_ptr, query_ptr, key_ptr, value_ptr,
+    input_ptr, x_stride, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * KEYS + VALUES
-    for t in range(first, end):
-        row, position = tl.load(rows_ptr + t), tl.load(position_ptr + t)
-        x_ND = tl.load(x_ptr + t * x_stride + channel_ND, mask=mask_ND, other=0.0)
-        tl.store(input_ptr + t * C + channel_ND, x_ND, mask=mask_ND)
-        total_ND = weights[0] * x_ND.to(tl.float32)
-        for distance in tl.static_range(1, K):
-            before = position - distance
-            back = tl.load(back_ptr + t * E + distance)
-            place = _place(tl.maximum(before, 0), K - 1, PAGE)
-            kept = kept_ptr + (row * 2 * (K - 1) + place) * C
-            at = tl.where(back >= 0, x_ptr + back * x_stride, kept)
-            tap_ND = tl.load(at + channel_ND, mask=mask_ND & (before >= 0), other=0.0).to(tl.float32)
-            total_ND = tl.fma(weights[distance], tap_ND, total_ND)
-        out_ND = (total_ND / (1 + tl.exp(-total_ND))).to(x_ND.dtype)
-        if part == 2:
-            tl.store(value_ptr + t * VALUES + place_ND, out_ND, mask=mask_ND)
+    x_ND = tl.load(x_ptr + t * x_stride + channel_ND, mask=mask_ND, other=0.0)
+    tl.store(input_ptr + t * C + channel_ND, x_ND, mask=mask_ND)
+    total_ND = weights[0] * x_ND.to(tl.float32)
+    for distance in tl.static_range(1, K):
+        back = tl.load(back_ptr + t * E + distance)
+        here_ND = tl.load(x_ptr + back * x_stride + channel_ND, mask=mask_ND & (back >= 0), other=0.0)
+        kept_ND = tl.where(later, own[distance - 1], taps[distance - 1])
+        tap_ND = tl.where(back >= 0, here_ND, kept_ND).to(tl.float32)
+        total_ND = tl.fma(weights[distance], tap_ND, total_ND)
+    out_ND = (total_ND / (1 + tl.exp(-total_ND))).to(x_ND.dtype)
+    if part == 2:
+        tl.store(value_ptr + t * VALUES + place_ND, out_ND, mask=mask_ND)
+    else:
+        wide_ND = out_ND.to(tl.float32)
+        wide_ND *= tl.rsqrt(tl.sum(wide_ND * wide_ND, 1) + _EPS)[:, None]
+        if part == 0:
+            tl.store(query_ptr + t * KEYS + place_ND, (wide_ND * D**-0.5).to(x_ND.dtype), mask=mask_ND)
         else:
-            wide_ND = out_ND.to(tl.float32)
-            wide_ND *= tl.rsqrt(tl.sum(wide_ND * wide_ND, 1) + _EPS)[:, None]
-            if part == 0:
-                tl.store(query_ptr + t * KEYS + place_ND, (wide_ND * D**-0.5).to(x_ND.dtype), mask=mask_ND)
-            else:
-                tl.store(key_ptr + t * KEYS + place_ND, wide_ND.to(x_ND.dtype), mask=mask_ND)
+            tl.store(key_ptr + t * KEYS + place_ND, wide_ND.to(x_ND.dtype), mask=mask_ND)
 
 
 @triton.jit
 def _add_decays(
-    first, end, v_H, there_H, rate_H, bias_H, b_ptr, a_ptr, kept_decay, rows_ptr, position_ptr, back_ptr, beta_ptr,
-    decay_ptr, decays_ptr, b_stride, a_stride, V: tl.constexpr, E: tl.constexpr,
+    t, v_H, there_H, rate_H, bias_H, kept_EH, b_ptr, a_ptr, back_ptr, beta_ptr, decay_ptr, decays_ptr, b_stride,
+    a_stride, V: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     index_E = tl.arange(0, E)
     index_E1, v_1H, there_1H = index_E[:, None], v_H[None, :], there_H[None, :]
-    for t in range(first, end):
-        row, position = tl.load(rows_ptr + t), tl.load(position_ptr + t)
-        back_E1 = tl.load(back_ptr + t * E + index_E)[:, None]
-        own_E1, before_E1 = back_E1 >= 0, position - index_E1
-        a_EH = tl.load(a_ptr + back_E1 * a_stride + v_1H, mask=own_E1 & there_1H, other=0.0).to(tl.float32)
-        at_EH = kept_decay + (row * E + tl.maximum(before_E1, 0) % E) * V + v_1H
-        kept_EH = tl.load(at_EH, mask=~own_E1 & (before_E1 >= 0) & there_1H, other=0.0)
-        a_EH += bias_H[None, :]
-        g_EH = rate_H[None, :] * (tl.maximum(a_EH, 0.0) + tl.log(1 + tl.exp(-tl.abs(a_EH))))
-        g_EH = tl.where(own_E1, g_EH, kept_EH)
-        tl.store(decay_ptr + t * V + v_1H + 0 * index_E1, g_EH, mask=there_1H & (index_E1 == 0))
-        decays_HE = tl.trans(tl.exp(tl.cumsum(g_EH, 0)))
-        at_HE = decays_ptr + (t * V + v_H[:, None]) * E + index_E[None, :]
-        tl.store(at_HE, decays_HE, mask=there_H[:, None])
-        b_H = tl.load(b_ptr + t * b_stride + v_H, mask=there_H, other=0.0)
-        beta_H = (1 / (1 + tl.exp(-b_H.to(tl.float32)))).to(b_H.dtype)
-        tl.store(beta_ptr + t * V + v_H, beta_H.to(tl.float32), mask=there_H)
+    back_E1 = tl.load(back_ptr + t * E + index_E)[:, None]
+    own_E1 = back_E1 >= 0
+    a_EH = tl.load(a_ptr + back_E1 * a_stride + v_1H, mask=own_E1 & there_1H, other=0.0).to(tl.float32)
+    a_EH += bias_H[None, :]
+    g_EH = rate_H[None, :] * (tl.maximum(a_EH, 0.0) + tl.log(1 + tl.exp(-tl.abs(a_EH))))
+    g_EH = tl.where(own_E1, g_EH, kept_EH)
+    tl.store(decay_ptr + t * V + v_1H + 0 * index_E1, g_EH, mask=there_1H & (index_E1 == 0))
+    decays_HE = tl.trans(tl.exp(tl.cumsum(g_EH, 0)))
+    at_HE = decays_ptr + (t * V + v_H[:, None]) * E + index_E[None, :]
+    tl.store(at_HE, decays_HE, mask=there_H[:, None])
+    b_H = tl.load(b_ptr + t * b_stride + v_H, mask=there_H, other=0.0)
+    beta_H = (1 / (1 + tl.exp(-b_H.to(tl.float32)))).to(b_H.dtype)
+    tl.store(beta_ptr + t * V + v_H, beta_H.to(tl.float32), mask=there_H)
 
 
 @triton.jit
