@@ -69,7 +69,7 @@ import specserve.speculation.sampler
 from specserve.attention import ATTENTION
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill, Row, Step
-from specserve.engine.prompts import PROMPT_SIZES, short_prefill
+from specserve.engine.prompts import short_prefill, sizes_within
 from specserve.engine.runner import Runner
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, context_of, head_of, make_scheduler, multiply_integers
@@ -448,7 +448,7 @@ def launch_drafted(
 def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) -> None:
     """Prompts, in an eager chunk and in the sizes that are captured, then these steps. Pages and tokens are all 0."""
     runner.prefill(Prefill([Row(0, PLAIN, 20, [0] * 20)]))
-    for size in PROMPT_SIZES:
+    for size in sizes_within(512):
         short_prefill(runner.context, size, torch.tensor(size.pack([], runner.context.state.dummy)))
     for params, shape in steps:
         runner.step(Step([Row(0, params, 20)], shape))
