@@ -12,7 +12,7 @@ from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWei
 from specserve_kernels.reference.experts.route import Routes, Routing
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.activation import Gate
-from specserve_kernels.reference.layer.rotary import apply_rotary, normed_heads, rotary_table
+from specserve_kernels.reference.layer.rotary import apply_rotary, first_parts, normed_heads, rotary_table
 from specserve_kernels.reference.linear import indexed, integer, packed, quantized
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize

@@ -237,6 +237,21 @@ def test_rotary_store_kv(
     assert torch.equal(*kept), "nothing else has changed"
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (3, 0, 32)])
+def test_queries_with_gates(draw, heads: int, kv_heads: int, head_dim: int) -> None:
+    """They are taken from between the gates, which stay."""
+    given, cache = draw(4, 2 * heads + 2 * kv_heads, head_dim), draw(50, 2, 4, kv_heads, head_dim)
+    at = torch.tensor([0, 8, 7, 7], device=given.device)
+    where = draw(9, 2, 16), at, kv_heads, cache, torch.arange(50, device=given.device)[None], 9 * at + 1
+    alone = reference_rotary.first_parts(given, kv_heads, 2)
+    expected = rotary.rotary_store_kv(alone, *where)
+    for version in (rotary, reference_rotary):
+        qkv = given.clone()
+        assert_close(version.rotary_store_kv(qkv, *where, query_parts=2), expected)
+        assert torch.equal(qkv[:, : 2 * heads], given[:, : 2 * heads])
+        assert_close(qkv[:, 2 * heads :], alone[:, heads:])
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize(

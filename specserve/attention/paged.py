@@ -38,7 +38,8 @@ class PagedAttend:
         qkv_TND, heads = ask.qkv_TND, ask.num_kv_heads
         own = self.plan.reads_own and heads > 0
         where, rope = (cache, pages_BM, self.place_T), ask.rope
-        q_TND = rotary_store_kv(qkv_TND, *rope[:2], heads, *where, own, scales, ask.norms, rope.interleaved)
+        pairs, parts = rope.interleaved, ask.query_parts
+        q_TND = rotary_store_kv(qkv_TND, *rope[:2], heads, *where, own, scales, ask.norms, pairs, parts)
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
         return self.plan.run(q_TND, Entries(cache, pages_BM, kv_TND, scales), ask.softmax).flatten(1)
 

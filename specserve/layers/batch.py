@@ -30,7 +30,7 @@ class Softmax:
 class GroupedQuery:
     """What a layer asks: attention of its projections, whose query heads share key heads. ``layer`` is its index in the
     KV pool; ``qkv_TND`` is neither normalized by ``norms`` nor rotated. ``num_kv_heads`` 0: it has only queries, which
-    attend to what ``layer`` has stored."""
+    attend to what ``layer`` has stored. ``query_parts``: heads for each query, which is the first of them."""
 
     layer: int
     qkv_TND: Tensor
@@ -38,6 +38,7 @@ class GroupedQuery:
     rope: Rope
     softmax: Softmax = field(default_factory=Softmax)
     norms: HeadNorms | None = None
+    query_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ class Attention(nn.Module):
         projected_TND = qkv_TO.unflatten(-1, (-1, config.head_dim))
         qkv_TND = self.arranged(projected_TND, call.rope.position_T)
         softmax = replace(config.softmax, sinks_H=self.sinks)
-        ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, self.head_norms)
+        norms, parts = self.head_norms, self.query_parts
+        ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, norms, parts)
         read_TI = self.gated(call.wanted(call.attend(ask)), projected_TND, call)
         return config.ranks.sum_for_norm(self.o_proj(read_TI)), call.wanted(residual_TH)
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from specserve_kernels import Rounded, gate_heads
 from torch import Tensor, nn
 
@@ -32,10 +31,6 @@ class GatedAttention(Attention):
     """Attention whose output is multiplied by a sigmoid. The projection of queries has each head's gate behind it."""
 
     query_parts: ClassVar[int] = 2
-
-    def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
-        heads = 2 * self.config.num_heads
-        return torch.cat([qkv_TND[:, :heads:2], qkv_TND[:, heads:]], 1)
 
     def gated(self, attended_TI: Tensor, projected_TND: Tensor, call: LayerCall) -> Tensor | Rounded:
         gate_TND = call.wanted(projected_TND[:, 1 : 2 * self.config.num_heads : 2])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from specserve_kernels import HeadNorms, apply_rotary, normed_heads
+from specserve_kernels import HeadNorms, apply_rotary, first_parts, normed_heads
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,6 +47,8 @@ def _rotate(
 def _grouped(ask: GroupedQuery | Latent) -> GroupedQuery:
     if isinstance(ask, Latent):
         raise ValueError("--model-path: training does not support targets with latent attention")
+    if ask.query_parts > 1:
+        ask = replace(ask, qkv_TND=first_parts(ask.qkv_TND, ask.num_kv_heads, ask.query_parts), query_parts=1)
     return ask
 
 

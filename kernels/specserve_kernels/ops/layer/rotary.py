@@ -26,6 +26,7 @@ def rotary_store_kv(
     scales: KVScales | None = None,
     norms: HeadNorms | None = None,
     interleaved: bool = False,
+    query_parts: int = 1,
 ) -> Tensor:
     """Same as the reference. Tokens and pages may be strided; everything else is contiguous. Of tokens that share a
     cell (on the dummy page) any one's values remain. Positions, places and the page table must not come from the launch
@@ -34,25 +35,31 @@ def rotary_store_kv(
     assert cache[0].is_contiguous()
     assert pages_BM.is_contiguous()
     assert rope_P2R.is_contiguous()
-    tokens, heads, head_dim = qkv_TND.shape
+    tokens, given, head_dim = qkv_TND.shape
+    queries = (given - 2 * num_kv_heads) // query_parts
+    heads = queries + 2 * num_kv_heads
+    out_TND = qkv_TND if query_parts == 1 else qkv_TND.new_empty(tokens, queries, head_dim)
     half = 1 << (head_dim // 2 - 1).bit_length()
     group = min(1 << (heads - 1).bit_length(), max(TILE // (2 * half), 1))
     query_D, key_D, eps, values = norms or (None, None, None, False)
     _rotary_store_kv_kernel[(tokens * -(-heads // group),)](
         qkv_TND,
+        out_TND,
         rope_P2R,
         cache,
         position_T,
         pages_BM,
         place_T,
         qkv_TND.stride(0),
+        out_TND.stride(0),
         None if scales is None else 1 / scales.key,
         None if scales is None else 1 / scales.value,
         query_D,
         query_D if key_D is None else key_D,
         eps,
-        Q=heads - 2 * num_kv_heads,
+        Q=queries,
         K=num_kv_heads,
+        QUERY_PARTS=query_parts,
         KEYS=keys,
         VALUES=values,
         D=head_dim,
@@ -65,18 +72,20 @@ def rotary_store_kv(
         num_warps=max(group * half * 2 // PER_WARP, 1),
         **overlap(),
     )
-    return qkv_TND.narrow(1, 0, heads - 2 * num_kv_heads)
+    return out_TND.narrow(1, 0, queries)
 
 
 @triton.jit(do_not_specialize=["position_ptr", "pages_ptr", "place_ptr"])
 def _rotary_store_kv_kernel(
-    qkv_ptr,  # [T, Q + 2 * K, D]
+    qkv_ptr,  # [T, QUERY_PARTS * Q + 2 * K, D]
+    query_ptr,  # out [T, Q, D]
     rope_ptr,  # [P, 2, R]
     cache_ptr,  # [pages, 2, PAGE, K, D]
     position_ptr,  # [T]
     pages_ptr,  # [B, M]
     place_ptr,  # [T]
     stride,
+    query_stride,
     by_key,  # factors of keys and values that an FP8 cache stores; None: the cache has qkv's dtype
     by_value,
     query_norm_ptr,  # [D], None: heads are not normalized
@@ -84,6 +93,7 @@ def _rotary_store_kv_kernel(
     eps,
     Q: tl.constexpr,
     K: tl.constexpr,
+    QUERY_PARTS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     D: tl.constexpr,
@@ -114,7 +124,7 @@ def _rotary_store_kv_kernel(
     take_turn(OVERLAP)
 
     mask = inside & (head < Q + 2 * K)
-    from_ptr = qkv_ptr + t * stride + head * D + c
+    from_ptr = qkv_ptr + t * stride + tl.minimum(head, Q) * (QUERY_PARTS - 1) * D + head * D + c
     low = tl.load(from_ptr, mask=mask, other=0)
     high = tl.load(from_ptr + apart, mask=mask, other=0)
     if query_norm_ptr is not None:
@@ -146,8 +156,9 @@ def _rotary_store_kv_kernel(
         back = head < (Q + K if KEYS else Q)
         if KEYS and (VALUES or by_key is not None):
             back = head < Q + 2 * K
-        tl.store(from_ptr, turned_low, mask=mask & back)
-        tl.store(from_ptr + apart, turned_high, mask=mask & back)
+        back_ptr = tl.where(head < Q, query_ptr + t * query_stride + head * D + c, from_ptr)
+        tl.store(back_ptr, turned_low, mask=mask & back)
+        tl.store(back_ptr + apart, turned_high, mask=mask & back)
     kv_head = head - Q
     is_value = kv_head >= K
     to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + c

@@ -52,6 +52,12 @@ def normed_heads(qkv_TND: Tensor, num_kv_heads: int, norms: HeadNorms | None) ->
     return torch.cat(parts, 1)
 
 
+def first_parts(qkv_TND: Tensor, num_kv_heads: int, query_parts: int) -> Tensor:
+    """Return the first of each query's ``query_parts`` heads, then keys and values."""
+    end = qkv_TND.shape[1] - 2 * num_kv_heads
+    return torch.cat([qkv_TND[:, :end:query_parts], qkv_TND[:, end:]], 1)
+
+
 def store_kv(cache: Tensor, kv_T2ND: Tensor, pages_BM: Tensor, place_T: Tensor) -> None:
     """Write keys and values into ``cache[page, (k, v), offset, head, D]`` at each token's place."""
     page_T, offset_T = address(pages_BM, place_T, cache.shape[2])
@@ -70,6 +76,7 @@ def rotary_store_kv(
     scales: KVScales | None = None,
     norms: HeadNorms | None = None,
     interleaved: bool = False,
+    query_parts: int = 1,
 ) -> Tensor:
     """Normalize the packed heads ``[q..., k..., v...]``, without ``norms`` not at all, rotate q and k, and store k and
     v in the cache; with 0 KV heads there is nothing to store. Unless ``keys``, k and v in ``qkv_TND`` are not read
@@ -78,9 +85,17 @@ def rotary_store_kv(
     A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
     are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2R``: a rotary
     table, of which each token reads the row of its position (int64); ``interleaved``: see
-    ``apply_rotary``. ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``.
+    ``apply_rotary``. ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``. With
+    several ``query_parts`` they are the first of so many heads each, are returned in memory of their own, and stay.
     ``place_T``: see ``types``; ``pages_BM``: the batch's page table.
     """
+    if query_parts > 1:
+        first_TND = first_parts(qkv_TND, num_kv_heads, query_parts)
+        where = rope_P2R, position_T, num_kv_heads, cache, pages_BM, place_T
+        query_TND = rotary_store_kv(first_TND, *where, keys, scales, norms, interleaved)
+        queries = query_TND.shape[1]
+        qkv_TND[:, query_parts * queries :] = first_TND[:, queries:]
+        return query_TND
     queries = qkv_TND.shape[1] - 2 * num_kv_heads
     if norms is not None:
         qkv_TND.copy_(normed_heads(qkv_TND, num_kv_heads, norms))
