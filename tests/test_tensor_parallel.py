@@ -23,12 +23,15 @@ from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.layers.embedding import SharedHead
 from specserve.methods import NONE
+from specserve.models.checkpoint import load_target
+from specserve.models.draft.token_map import SharedRows
 from specserve.process import spares, worker
 from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.process.follower import is_stopped
 from specserve.process.followers import Followers, take
 from specserve.process.peers import TICK, RankGone, in_time
 from specserve.process.spares import Spares, start_process
+from specserve.speculation.drafters.eagle import EagleDrafter
 from tests.engines import Answer, Checkpoints, Client, answer_all, context_of, head_of, make_scheduler
 from tests.front.processes import wait
 from tests.ranks import FOLLOWER, ranks_in_threads
@@ -121,10 +124,12 @@ def test_sinks_biases_of_experts_latents_and_states(family: str, tmp_path: Path)
         assert_same(answer_all(scheduler, WORK), expected)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_map_that_follows_the_text_a_controller_and_four_ranks(
-    agreeing: Checkpoints, expected: list[Answer]
+    on_gpu: bool, agreeing: Checkpoints, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More ranks than KV heads, which are then on two."""
+    """More ranks than KV heads, which are then on two. On a GPU each has a part of the map's rows."""
+    monkeypatch.setattr("specserve.models.draft.token_map.on_gpu", lambda _: on_gpu)
     dynamic: dict[str, Any] = {
         "speculative_token_map": "dynamic",
         "speculative_token_map_size": 16,
@@ -134,7 +139,16 @@ def test_a_map_that_follows_the_text_a_controller_and_four_ranks(
     with closing(make_scheduler(agreeing.target, tensor_parallel_size=4, **given)) as scheduler:
         found = answer_all(scheduler, WORK)
         assert scheduler.policy.cost is not None
+        read, drafter = head_of(scheduler).reader, context_of(scheduler).drafter
     assert_same(found, expected)
+    if on_gpu:
+        assert isinstance(read, SharedRows)
+        assert isinstance(drafter, EagleDrafter)
+        assert drafter.vocab is not None
+        own = read._rows.own.rows(None)[0]  # private: whose rows they are is not to be seen in texts
+        whole = load_target(agreeing.target, torch.float64, torch.device("cpu")).lm_head
+        assert torch.equal(own, whole.rows(drafter.vocab.ids[: len(own)])[0])
+        assert drafter.vocab.ids.tolist() != list(range(16))
 
 
 def test_cached_prefixes_and_aborted_requests(agreeing: Checkpoints, expected: list[Answer]) -> None:

@@ -213,7 +213,7 @@ class LayerHead(DraftModule):
     @property
     def unquantized(self) -> Collection[str]:
         """The output head, unless all its rows are used."""
-        return () if self._lm_head is None else ("lm_head",)
+        return () if self._lm_head is None else ("lm_head", "lm_head.own")
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Projected:
         """Return what the layer stores of the pairs, neither normalized nor rotated."""

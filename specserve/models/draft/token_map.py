@@ -121,6 +121,26 @@ class CopiedRows(nn.Module):
         self._rows = (_packed(*pick_rows(*self._plain, rows_R)),)
 
 
+class SharedRows(nn.Module):
+    """The rows ``ids_R`` of a head that ranks share, of which each copies a part."""
+
+    def __init__(self, lm_head: SharedHead, ids_R: Tensor) -> None:
+        super().__init__()
+        self._lm_head, self._rows = Borrowed(lm_head), lm_head.picked(ids_R)
+
+    def forward(self, states_NH: Tensor) -> Tensor:
+        out: Tensor = self._rows(states_NH)
+        return out
+
+    @torch.no_grad()
+    def set_rows(self, rows_R: Tensor) -> None:
+        """Write to the same weight, because captured steps read it by its address."""
+        news = self._lm_head.module.picked(rows_R).own.rows(None)
+        for own, new in zip(self._rows.own.rows(None), news, strict=True):
+            if own is not None and new is not None:
+                own.copy_(new)
+
+
 def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
     """Make ``head`` score only the tokens ``ids_R``. Raises ValueError unless it uses the target's ``lm_head``."""
     if head._lm_head is None or head._lm_head.module is not lm_head:
@@ -147,7 +167,7 @@ def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
 
 def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
     """Make ``head`` score by these rows of its output head. Return the object that exchanges the rows. On a GPU this
-    only changes ids; on a CPU it copies rows, for the reason in ``truncated_head``."""
+    only changes ids, of one rank; on a CPU it copies rows, for the reason in ``truncated_head``."""
     assert isinstance(head.reader, Projection)
     picked = picked_rows(head.reader, rows_R)
     if head._lm_head is None and isinstance(picked, CopiedRows):
@@ -156,8 +176,10 @@ def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
     return picked
 
 
-def picked_rows(lm_head: Projection, rows_R: Tensor) -> IndexedHead | CopiedRows:
-    return IndexedHead(lm_head, rows_R) if on_gpu(lm_head.device) else CopiedRows(lm_head, rows_R)
+def picked_rows(lm_head: Projection, rows_R: Tensor) -> IndexedHead | CopiedRows | SharedRows:
+    if not on_gpu(lm_head.device):
+        return CopiedRows(lm_head, rows_R)
+    return SharedRows(lm_head, rows_R) if isinstance(lm_head, SharedHead) else IndexedHead(lm_head, rows_R)
 
 
 @torch.no_grad()
