@@ -1,7 +1,7 @@
 """Sums and gathering over ranks, each of which can write to a part of the others' memory.
 
-In an exchange program b of each rank stores a piece in a slot at every rank, itself included, raises a flag there, and
-waits for the flags of all; what it then reads is in its own memory. Exchanges of a program are counted on the device,
+In an exchange program b of each rank stores a piece in a slot at every rank, itself included, raises a flag at the
+others, and waits for theirs; what it then reads is in its own memory. Exchanges of a program are counted on the device,
 so that captured launches need no arguments. There are two slots for each rank, used in turn: who raises a flag for the
 second time has read what the first exchange brought. Program b waits for other ranks' programs b alone, so as long as
 all programs of a launch run beside each other, no order of ranks' launches is a deadlock.
@@ -320,23 +320,26 @@ def _slot(
 
 @triton.jit
 def _meet(addresses_ptr, rank, program, count, N: tl.constexpr):
-    """Tell all ranks that this one's pieces of exchange ``count`` are in place, and wait for theirs."""
+    """Tell the other ranks that this one's pieces of exchange ``count`` are in place, and wait for theirs. The barriers
+    order its own."""
     tl.debug_barrier()
     for to in tl.static_range(N):
-        flag = tl.load(addresses_ptr + to) + (program * N + rank) * _WORD
-        tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
+        if to != rank:
+            flag = tl.load(addresses_ptr + to) + (program * N + rank) * _WORD
+            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
     flags = tl.load(addresses_ptr + rank)
     host_ptr = tl.load(addresses_ptr + N).to(tl.pointer_type(tl.int64))
     for source in tl.static_range(N):
-        flag = (flags + (program * N + source) * _WORD).to(tl.pointer_type(tl.int64))
-        polls, since = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
-        while tl.atomic_add(flag, tl.zeros((), tl.int64), sem="acquire", scope="sys") < count:
-            polls += 1
-            if polls % LOOK == 0:
-                now, limit = tl.load(host_ptr + 1, volatile=True), tl.load(host_ptr + 2, volatile=True)
-                since = tl.where(polls == LOOK, now, since)
-                if tl.load(host_ptr, volatile=True) != 0:
-                    count = count * 0
-                elif (limit > 0) & (now - since > limit):
-                    tl.store(host_ptr, source + 1)
+        if source != rank:
+            flag = (flags + (program * N + source) * _WORD).to(tl.pointer_type(tl.int64))
+            polls, since = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+            while tl.atomic_add(flag, tl.zeros((), tl.int64), sem="acquire", scope="sys") < count:
+                polls += 1
+                if polls % LOOK == 0:
+                    now, limit = tl.load(host_ptr + 1, volatile=True), tl.load(host_ptr + 2, volatile=True)
+                    since = tl.where(polls == LOOK, now, since)
+                    if tl.load(host_ptr, volatile=True) != 0:
+                        count = count * 0
+                    elif (limit > 0) & (now - since > limit):
+                        tl.store(host_ptr, source + 1)
     tl.debug_barrier()
