@@ -84,7 +84,7 @@ def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected:
     assert any(each.usage.accepted for each in found) == (method != NONE)
 
 
-@pytest.mark.parametrize("method", ["EAGLE", "EAGLE3", "P_EAGLE"])
+@pytest.mark.parametrize("method", ["EAGLE", "EAGLE3", "P_EAGLE", "DSPARK", "DFLASH2"])
 def test_drafts_that_are_shared_out(
     method: str,
     agreeing: Checkpoints,
@@ -93,7 +93,7 @@ def test_drafts_that_are_shared_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They say what whole ones do. EAGLE has a map of the target's head."""
-    monkeypatch.setattr("specserve.models.draft.head.EXCHANGE", 0)
+    monkeypatch.setattr("specserve.models.draft.load.EXCHANGE", 0)
     given = {**SETTINGS, "max_total_tokens": 256} | agreeing.drafting(method, SHAPE)
     if method == "EAGLE":
         (tmp_path / "map.json").write_text(json.dumps([*range(0, 45, 2), *range(45, 60)]))
@@ -102,12 +102,11 @@ def test_drafts_that_are_shared_out(
     for ranks in (1, 2):
         with closing(make_scheduler(agreeing.target, tensor_parallel_size=ranks, **given)) as scheduler:
             found = answer_all(scheduler, WORK)
-            head = head_of(scheduler)
+            if "EAGLE" in method:
+                assert isinstance(head_of(scheduler).reader, SharedHead) == (ranks == 2)
             kept.append(context_of(scheduler).pool.config.draft[0].token_bytes)
         assert_same(found, expected)
         accepted.append([each.usage.accepted for each in found])
-        assert head.config.layer.num_heads * ranks == 4
-        assert isinstance(head.reader, SharedHead) == (ranks == 2)
     assert kept[0] == 2 * kept[1]
     assert accepted[0] == accepted[1]
     assert any(accepted[0])

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from specserve.layers.batch import Attend, LayerCall
 from specserve.layers.config import LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
-from specserve.layers.linear import Linear
+from specserve.layers.embedding import make_head
+from specserve.layers.linear import PLAIN, Linear
 from specserve.layers.norms import RMSNorm
-from specserve.layers.ranks import Update, summed
+from specserve.layers.ranks import ONE, Ranks, Update, summed
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.models.base import TargetModel
 from specserve.models.draft.load import Borrowed, DraftModule
@@ -43,7 +44,7 @@ class BlockConfig:
     own head. ``correction``: the head that corrects scores, if any. ``rank``: its width. ``memory``: size of Domino's
     state. ``candidates``: tokens that DFlash2 chooses from. ``confidence``: inputs of the confidence head, 0: none;
     more than the hidden size if it also reads the Markov head's embedding of the token before. ``conv``: slots that a
-    convolution mixes and channels that share its weights; None: no convolutions."""
+    convolution mixes and channels that share its weights; None: no convolutions. ``ranks``: share out ``own_head``."""
 
     layer: LayerConfig
     num_layers: int
@@ -61,6 +62,7 @@ class BlockConfig:
     candidates: int = 0
     confidence: int = 0
     conv: tuple[int, int] | None = None
+    ranks: Ranks = ONE
 
 
 class MarkovHead(nn.Module):
@@ -226,7 +228,7 @@ class BlockHead(DraftModule):
         self.norm = RMSNorm(size, eps)
         self.vocab_size = rows = config.draft_vocab_size
         if config.own_head:
-            self.lm_head = Linear(size, rows, bias=False)
+            self.lm_head = make_head(size, rows, PLAIN, config.ranks)
         if config.correction == "domino":
             self.domino = DominoHead(target.embed_tokens, config.rank, config.memory, rows)
         elif config.correction == "selector":

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from specserve.layers.config import LayerConfig
+from specserve.layers.decoder import DecoderLayer
 from specserve.layers.rotary import rope_fields
 from specserve.methods import DraftSettings, method_of
 from specserve.models.base import TargetModel
@@ -30,7 +31,7 @@ from specserve.models.config import (
 )
 from specserve.models.draft.block import CONFIDENCE, BlockConfig, BlockHead, CorrectionKind, MarkovKind
 from specserve.models.draft.fields import check_kind
-from specserve.models.draft.load import DraftSource, LoadedDraft, load_draft, read_ids
+from specserve.models.draft.load import DraftSource, LoadedDraft, load_draft, read_ids, shared_out
 from specserve.models.tensor_files import TensorFiles
 
 _THETA = 1e6  # default of rope_theta, as in other servers
@@ -282,6 +283,7 @@ def load_block(draft: DraftSettings, target: TargetModel) -> LoadedDraft[BlockHe
             f"{draft.path} holds a {source.kind} draft; --speculative-algorithm is {draft.name}, expected {source.kind}"
         )
     config = read_block(source, target.config, target.max_positions)
+    config = shared_out(config, DecoderLayer, draft, target, source)
     ids: Tensor | None = None
     if config.own_head:
         ids = read_ids(source, config.draft_vocab_size, target.config.vocab_size)

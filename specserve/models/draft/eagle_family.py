@@ -15,7 +15,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.draft.block_source import check_window
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
-from specserve.models.draft.load import LoadedDraft, load_draft
+from specserve.models.draft.load import LoadedDraft, load_draft, shared_out
 from specserve.models.draft.mtp import MTPHead, NextNHead
 from specserve.models.draft.p_eagle import PEagleHead
 from specserve.models.draft.reader import (
@@ -48,11 +48,7 @@ def load_head(
     if parallel:
         check_window(reading.source.config, reading.source.config_file, target.max_positions)
     own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in reading.source)
-    ranks, itemsize = target.config.ranks, 1 if draft.quantization != "none" else target.dtype.itemsize
-    config = config.on(ranks, itemsize)
-    if ranks.count > 1:
-        whole = "shared out" if config.layer.ranks.count > 1 else "whole on each rank"
-        reading.source.note(f"layer: {whole}")
+    config = shared_out(config, config.layer_class, draft, target, reading.source)
 
     def make(_: HeadSource, target: TargetModel) -> Head:
         first = target.config.kv_layers  # where layers are counted from in the pool

@@ -6,9 +6,8 @@ Shapes: N tokens to draft from, X rows of features, I input width of attention, 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
@@ -26,9 +25,6 @@ from specserve.layers.ranks import ONE, Ranks, Update, summed
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.draft.load import Borrowed, DraftModule
-
-EXCHANGE = 23_000_000
-"""How many bytes an H200 reads in the 5.4 microseconds in which two exchange a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +60,6 @@ class DraftConfig:
     mask_id: int = 0
     mask_shape: tuple[int, ...] = ()  # of ``mask_hidden``
     ranks: Ranks = ONE  # which share out its own output head
-
-    def on(self, ranks: Ranks, itemsize: int) -> Self:
-        """Return a rank's part: of the layer, and of an own output head, unless ranks take longer to add its parts, or
-        to gather them, than to read all of it, or its sizes can't be shared out. ``itemsize``: bytes of a weight."""
-        if ranks.count == 1:
-            return self
-
-        def pays(size: int, exchanges: int) -> bool:
-            return size * (ranks.count - 1) > exchanges * EXCHANGE * ranks.count
-
-        layer, head = self.layer, self.draft_vocab_size * self.layer.hidden_size
-        if layer.ranks.count == 1:  # not the target's
-            with torch.device("meta"), suppress(ValueError):
-                weights = sum(each.numel() for each in self.layer_class(layer, 0).parameters())
-                layer = layer.on(ranks) if pays(weights * itemsize, exchanges=2) else layer
-        return replace(self, layer=layer, ranks=ranks if pays(head * itemsize, exchanges=1) else ONE)
 
 
 class LayerHead(DraftModule):
