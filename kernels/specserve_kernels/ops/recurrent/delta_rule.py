@@ -1,23 +1,26 @@
 """The gated delta rule in lagged blocks on a GPU: a program for each run, value head, and part of a value's channels.
 
-A program takes N tokens at a time, whose keys and queries are 2N rows of one sum: the state's part, then entries in
-order of position. Whatever the pass, a token's sums have one order, by FMA one by one, as a ``dot`` of float32 adds
-them, too:
+A program takes N tokens at a time, whose keys and queries are R rows of one sum. Whatever the pass, a token adds in one
+order:
 
 1. products of its key or query and the state, by the key's channels, times the state's decay;
-2. entries in order of position, each the product of two keys (a ``dot`` over their channels) times its decay;
-3. inside the N tokens each corrected value is rounded and then added to those after it. The inverse of the block's
-   triangle (the WY form) would have other bits.
+2. to that, entries before the *group* of 16 positions that its own is in, by groups, each the product of two keys (a
+   ``dot`` over their channels) times its decay;
+3. apart, entries of its own group, one by one, by FMA. The inverse of the group's triangle (the WY form) would have
+   other bits, as each corrected value is rounded before it is added to those after it.
 
-A state is folded by FMAs too, from the last entry to the first, so that decays are summed backwards as they are needed.
-A prompt's lies where it is stored, and is read anew for each N tokens.
+Of bfloat16, tensor cores add 1, 2 and what is folded into a state, 16 numbers at a time, where zeros change nothing: of
+a float32 the upper and the lower half are added apart. An entry has the same place among the 16 in every pass, its
+position's. Of other types a ``dot`` adds by FMA, one by one. Decays are summed backwards as they are needed. A
+prompt's state lies where it is stored, and is read anew for each N tokens.
 
-Shapes as in the reference; R = 2N rows, of keys and then of queries; C entries, and S channels of keys, that are added
-in one turn; X channels of a value that a program has.
+Shapes as in the reference; R rows, of keys and then of queries; C entries, and S channels of keys, that are added in
+one turn; X channels of a value that a program has.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,24 +28,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv, next_power_of_2
-from specserve_kernels.ops.pdl import INTERPRETED, overlap, wait_for_inputs
+from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2
+from specserve_kernels.ops.pdl import INTERPRETED, load_settled, overlap, wait_for_inputs
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
 
 TILE = 16  # most tokens; a block is a multiple
 _TILE, _COMPILED = tl.constexpr(TILE), tl.constexpr(not INTERPRETED)
+_ROWS = tl.constexpr(64)  # whose ends of blocks are looked for at once
+_FOLDED = tl.constexpr(32)  # channels of keys; of 64 there would be other products
 _FOLD = {"X": 64, "num_warps": 4}
-_PROMPTS = {"N": TILE, "C": 16, "S": 16, **_FOLD}
-_NODES = {N: {"N": N, "C": 32, "S": 32, **_FOLD} for N in (1, 4)} | {TILE: _PROMPTS}  # by the most of a run
+_FEW = {"C": 64, "S": 128, "X": 128, "num_warps": 8}  # programs, which read all at once
+_MANY = {"C": 32, "S": 32, "X": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+_TREES = {"C": 32, "S": 32, "X": 128, "num_warps": 8}
+_WIDE = {"C": 16, "S": 16, "X": 64, "num_warps": 4}  # of entries that tensor cores do not multiply
+_NODES = 1, 8, TILE  # of a tile, by the most of a run
 
 
 def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
     at_once = next((each for each in _NODES if runs.longest <= each), TILE)
-    return _run(inputs, kept, runs, made_TVU, _NODES[at_once], prompts=False)
+    few = len(runs.rows_B) * made_TVU.shape[1] <= limits_of(made_TVU.device).processors
+    parts = _TREES if at_once == TILE else _FEW if few else _MANY
+    return _run(inputs, kept, runs, made_TVU, {"N": at_once, **parts}, prompts=False)
 
 
 def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
-    return _run(inputs, kept, runs, made_TVU, _PROMPTS, prompts=True)
+    return _run(inputs, kept, runs, made_TVU, {"N": TILE, **_MANY}, prompts=True)
 
 
 def _run(
@@ -50,7 +60,13 @@ def _run(
 ) -> Tensor:
     assert all(each.is_contiguous() for each in (*inputs, made_TVU))
     out_TVU, (tokens, heads, size) = torch.empty_like(made_TVU), made_TVU.shape
-    _delta_kernel[(len(runs.rows_B), heads, cdiv(size, parts["X"]))](
+    if kept.key_REJD.dtype != torch.bfloat16:
+        parts = {"N": parts["N"], **_WIDE}
+    cut = _cut(parts, kept)
+    grid = len(runs.rows_B), heads, cdiv(size, cut["X"])
+    rows = max(2 * cut["N"], TILE)
+    room = inputs.decay_TV.new_empty(math.prod(grid), rows * (TILE + prompts * 2 * cut["X"]))
+    _delta_kernel[grid](
         *inputs,
         out_TVU,
         made_TVU,
@@ -60,10 +76,11 @@ def _run(
         runs.q_start,
         runs.position_T,
         runs.back_TE,
+        room,
         tokens,
         PROMPTS=prompts,
         **_sizes(kept),
-        **_cut(parts, kept),
+        **cut,
         **overlap(),
     )
     return out_TVU
@@ -102,6 +119,13 @@ def _lag(position, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _times(x, y):
+    """Multiply. No other operation is fused with it."""
+    x, y = tl.broadcast(x, y)
+    return tl.fma(x, y, tl.zeros(x.shape, tl.float32))
+
+
+@triton.jit
 def _pairs(x_RD, key_CD):
     if _COMPILED:
         return tl.dot(x_RD, tl.trans(key_CD), input_precision="ieee")
@@ -134,11 +158,37 @@ def _add_in_order(sum_RX, weight_RC, value_CX):
 
 
 @triton.jit
+def _halves(x):
+    """Return two numbers of 16 bits. The upper one is cut off, which takes fewer instructions than rounding."""
+    x = x.to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return upper, (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+
+
+@triton.jit
+def _multiply(sum_RX, low_RX, weight_RC, value_CX):
+    """Add products, those of lower halves to the second sum."""
+    NARROW: tl.constexpr = weight_RC.dtype == tl.bfloat16, value_CX.dtype == tl.bfloat16
+    if _COMPILED and (NARROW[0] or NARROW[1]):
+        if not NARROW[0]:
+            weight_RC, lower_RC = _halves(weight_RC)
+            low_RX = tl.dot(lower_RC, value_CX, low_RX)
+        if not NARROW[1]:
+            value_CX, lower_CX = _halves(value_CX)
+            low_RX = tl.dot(weight_RC, lower_CX, low_RX)
+        sum_RX = tl.dot(weight_RC, value_CX, sum_RX)
+    else:
+        sum_RX = _add_in_order(sum_RX, weight_RC, value_CX)
+    return sum_RX, low_RX
+
+
+@triton.jit
 def _read_state(at, d, channel_X, begin, S: tl.constexpr, U: tl.constexpr):
     """Return S channels of keys from ``d`` on."""
     mask = (channel_X < tl.where(begin > 0, U, 0))[None, :]  # no tokens: no state
     index_S = d + tl.arange(0, S)
-    return tl.load(at + index_S[:, None] * U + channel_X[None, :], mask=mask, other=0.0).to(tl.float32)
+    return load_settled(at + index_S[:, None] * U + channel_X[None, :], mask, 0.0)
 
 
 @triton.jit
@@ -153,7 +203,7 @@ def _weigh(
     entries = ()
     for part in tl.static_range(BLOCK // _TILE):
         weight_C = tl.zeros([_TILE], tl.float32)
-        for c in tl.range(_TILE, loop_unroll_factor=8):
+        for c in tl.range(_TILE, loop_unroll_factor=_TILE):
             position = begin + BLOCK - 1 - part * _TILE - c
             weight_C = tl.where(index_C == c, tl.exp(run), weight_C)
             token = (first + position - length).to(tl.int64)
@@ -172,22 +222,24 @@ def _weigh(
 @triton.jit
 def _fold(state_SX, d, entries, whole, channel_X, U: tl.constexpr):
     """Return a part of the state after a block of entries, in float32."""
-    added_SX = tl.zeros_like(state_SX)
+    added_SX, low_SX = tl.zeros(state_SX.shape, tl.float32), tl.zeros(state_SX.shape, tl.float32)
     index_S = d + tl.arange(0, state_SX.shape[0])
     for part in tl.static_range(len(entries)):
         key_C, value_C, weight_C = entries[part]
-        key_SC = tl.load(key_C[None, :] + index_S[:, None]).to(tl.float32) * weight_C[None, :]
+        key_SC = _times(tl.load(key_C[None, :] + index_S[:, None]).to(tl.float32), weight_C[None, :])
         value_CX = tl.load(value_C[:, None] + channel_X[None, :], mask=(channel_X < U)[None, :], other=0.0)
-        added_SX = _add_in_order(added_SX, key_SC, value_CX)
-    return tl.fma(tl.full(state_SX.shape, 1.0, tl.float32) * whole, state_SX, added_SX)
+        added_SX, low_SX = _multiply(added_SX, low_SX, key_SC, value_CX)
+    whole_SX = tl.full(state_SX.shape, 1.0, tl.float32) * whole
+    return tl.fma(whole_SX, state_SX.to(tl.float32), added_SX + low_SX)
 
 
 @triton.jit
 def _store_folded(state_at, begin, entries, whole, channel_X, D: tl.constexpr, U: tl.constexpr):
-    for d in range(0, D, _TILE):
-        state_SX = _read_state(state_at, d, channel_X, begin, _TILE, U)
+    SIZE: tl.constexpr = min(D, _FOLDED)
+    for d in range(0, D, SIZE):
+        state_SX = _read_state(state_at, d, channel_X, begin, SIZE, U)
         state_SX = _fold(state_SX, d, entries, whole, channel_X, U)
-        index_S = d + tl.arange(0, _TILE)
+        index_S = d + tl.arange(0, SIZE)
         tl.store(
             state_at + index_S[:, None] * U + channel_X[None, :], state_SX, mask=(channel_X < U)[None, :]
         )
@@ -215,11 +267,16 @@ def _fold_kernel(
     wait_for_inputs(OVERLAP)
     layer, v = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel_X = tl.program_id(2) * X + tl.arange(0, X)
-    for b in range(batch):
-        length, count = tl.load(length_ptr + b).to(tl.int32), tl.load(count_ptr + b).to(tl.int32)
-        begin = _lag(length, BLOCK)
-        if _lag(length + count, BLOCK) > begin:
-            row = layer * rows + tl.load(rows_ptr + b)
+    for start in range(0, batch, _ROWS):
+        index_B = start + tl.arange(0, _ROWS)
+        length_B = tl.load(length_ptr + index_B, mask=index_B < batch, other=0).to(tl.int32)
+        after_B = length_B + tl.load(count_ptr + index_B, mask=index_B < batch, other=0).to(tl.int32)
+        full_B = (_lag(after_B, BLOCK) > _lag(length_B, BLOCK)).to(tl.int32)
+        b = start - 1
+        for _ in range(tl.sum(full_B, 0)):
+            b = tl.min(tl.where((full_B > 0) & (index_B > b), index_B, batch), 0)
+            length, row = tl.load(length_ptr + b).to(tl.int32), layer * rows + tl.load(rows_ptr + b)
+            begin = _lag(length, BLOCK)
             key = kept_key + row * (2 * BLOCK * J * D) + v // (V // J) * D
             value = kept_value + row * (2 * BLOCK * V * U) + v * U
             decay = kept_decay + row * (2 * BLOCK * V) + v
@@ -248,11 +305,11 @@ def _read_entries(
 
 @triton.jit
 def _read_known(
-    position_C, known, first, length, key, made, kept_key, kept_value, live_R, position_R, lag_R, decays_R, channel_X,
+    position_C, until, first, length, key, made, kept_key, kept_value, live_R, position_R, lag_R, decays_R, channel_X,
     KEYS: tl.constexpr, VALUES: tl.constexpr, E: tl.constexpr, D: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """Do so for positions, of which those before ``known`` have entries."""
-    there_C = position_C < known
+    """Do so for positions before ``until``: of the run from ``length`` on, of the row's rings before."""
+    there_C = position_C < until
     own_C, place_C = there_C & (position_C >= length), position_C % E
     token_C = tl.where(own_C, first + position_C - length, first).to(tl.int64)
     key_C = tl.where(own_C, key + token_C * KEYS, kept_key + place_C * KEYS)
@@ -263,9 +320,105 @@ def _read_known(
 
 
 @triton.jit
-def _add_entries(sum_RX, x_RD, entries):
-    key_CD, weight_RC, value_CX = entries
-    return _add_in_order(sum_RX, weight_RC * _pairs(x_RD, key_CD), value_CX)
+def _weighted(x_RD, key_CD, weight_RC):
+    return _times(weight_RC, _pairs(x_RD, key_CD))
+
+
+@triton.jit
+def _add_groups(
+    sum_RX, low_RX, x_RD, begin, position, is_node_R, first, length, key, made, kept_key, kept_value, back, position_R,
+    decays_R, channel_X, KEYS: tl.constexpr, VALUES: tl.constexpr, E: tl.constexpr, D: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """Add a node's groups from position ``begin`` on, before its own, which nodes of its path complete."""
+    index_T = tl.arange(0, _TILE)
+    for start in range(begin, position // _TILE * _TILE, _TILE):
+        position_T = start + index_T
+        own_T, place_T = position_T >= length, position_T % E
+        token_T = tl.load(back + position - position_T, mask=own_T, other=0)
+        key_T = tl.where(own_T, key + token_T * KEYS, kept_key + place_T * KEYS)
+        value_T = tl.where(own_T, made + token_T * VALUES, kept_value + place_T * VALUES)
+        distance_RT = position_R[:, None] - position_T[None, :]
+        key_TD, weight_RT, value_TX = _read_entries(
+            key_T, value_T, index_T < _TILE, distance_RT, is_node_R[:, None] & (distance_RT > 0), decays_R, channel_X,
+            D, U,
+        )  # fmt: skip
+        sum_RX, low_RX = _multiply(sum_RX, low_RX, _weighted(x_RD, key_TD, weight_RT), value_TX)
+    return sum_RX, low_RX
+
+
+@triton.jit
+def _read_group(
+    begin, group, first, end, length, key, kept_key, kept_value, back, position_ptr, token_R, live_R, position_R,
+    decays_R, channel_X,
+    N: tl.constexpr, PROMPTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, E: tl.constexpr,
+    D: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """Return what rows add one by one: keys of a group's entries in the ring and then of the tile's own, their decays,
+    1 of a query's own key, and the ring's values. ``begin``: the tile's first token in the run."""
+    index_S, index_T = tl.arange(0, 2 * _TILE), tl.arange(0, _TILE)
+    index_R, HALF = tl.arange(0, token_R.shape[0]), token_R.shape[0] // 2
+    local_S = begin + index_S - _TILE
+    live_S = (local_S >= 0) & (first + local_S < end) & (index_S >= _TILE) & (index_S - _TILE < N)
+    in_ring_S = (index_S < _TILE) & (group + index_S < length)
+    token_S = tl.where(live_S, first + local_S, first).to(tl.int64)
+    place_S = (group + index_S) % E
+    key_S = tl.where(live_S, key + token_S * KEYS, kept_key + place_S * KEYS)
+    key_SD = _read_rows(key_S, 0, live_S | in_ring_S, D)
+    position_S = tl.load(position_ptr + token_S, mask=live_S, other=0).to(tl.int32)
+    position_S = tl.where(live_S, position_S, group + index_S)
+    distance_RS = position_R[:, None] - position_S[None, :]
+    seen_RS = live_R[:, None] & (position_R[:, None] // _TILE == position_S[None, :] // _TILE)
+    seen_RS = seen_RS & (distance_RS > 0) & (live_S | in_ring_S)[None, :]
+    if N > 1 and not PROMPTS:
+        path_RS = tl.load(back + token_R[:, None] * E + distance_RS, mask=seen_RS & live_S[None, :], other=-1)
+        seen_RS = seen_RS & (in_ring_S[None, :] | (path_RS == token_S[None, :]))
+    weight_RS = tl.load(decays_R[:, None] + distance_RS - 1, mask=seen_RS, other=0.0)
+    is_own_RS = (index_R >= HALF)[:, None] & (index_R[:, None] + _TILE == HALF + index_S[None, :])
+    weight_RS = tl.where(is_own_RS, 1.0, weight_RS)
+    place_T1 = ((group + index_T) % E)[:, None]
+    mask_TX = (group + index_T < length)[:, None] & (channel_X < U)[None, :]
+    ring_TX = tl.load(kept_value + place_T1 * VALUES + channel_X[None, :], mask=mask_TX, other=0.0)
+    return key_SD, weight_RS, ring_TX
+
+
+@triton.jit
+def _substitute(
+    weights, sum_RX, own_RX, is_key_R, value_RX, beta, out, made, token, begin, end, channel_X,
+    N: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """Do the rest for N tokens of which none waits for others' groups: by vectors, one for each row, that go
+    from thread to thread through the room after ``weights``."""
+    R: tl.constexpr = own_RX.shape[0]
+    X: tl.constexpr = own_RX.shape[1]
+    index_R, index_X, rows = tl.arange(0, R), tl.arange(0, X), weights + R * N
+    at_RX = index_R[:, None] * X + index_X[None, :]
+    tl.store(rows + at_RX, tl.where(is_key_R[:, None], value_RX - sum_RX, sum_RX))
+    tl.store(rows + R * X + at_RX, own_RX)
+    tl.debug_barrier()
+    given, own, factors, made_by = (), (), (), ()
+    for c in tl.static_range(N):
+        there = (begin <= c) & (c < end)
+        factors += (tl.load(beta + (token + c) * V, mask=there, other=0.0),)  # type: ignore[assignment]
+    for r in tl.static_range(R):
+        given += (tl.load(rows + r * X + index_X),)  # type: ignore[assignment]
+        own += (tl.load(rows + (R + r) * X + index_X),)  # type: ignore[assignment]
+    for c in tl.static_range(N):
+        new_X = (tl.cast(factors[c], tl.float32) * (given[c] - own[c])).to(made.dtype.element_ty)
+        wide_X, added = new_X.to(tl.float32), ()
+        for r in tl.static_range(R):
+            if r > c:
+                weight_X = tl.zeros([X], tl.float32) + tl.load(weights + r * N + c)
+                added += (tl.fma(weight_X, wide_X, own[r]),)  # type: ignore[assignment]
+            else:
+                added += (own[r],)  # type: ignore[assignment]
+        own = added
+        made_by += (new_X,)  # type: ignore[assignment]
+    for c in tl.static_range(N):  # stores last: loads do not overtake them
+        at_X = (token + c) * (V * U) + channel_X
+        mask_X = (begin <= c) & (c < end) & (channel_X < U)
+        tl.store(made + at_X, made_by[c], mask=mask_X)
+        tl.store(out + at_X, given[N + c] + own[N + c], mask=mask_X)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -287,6 +440,7 @@ def _delta_kernel(
     q_start,  # [B + 1]
     position_ptr,  # [T]
     back,  # [T, E]
+    room,  # [programs, R * 16], and 2 * R * X more for prompts
     tokens,  # T
     J: tl.constexpr,
     V: tl.constexpr,
@@ -300,132 +454,166 @@ def _delta_kernel(
     PROMPTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAP)
     E: tl.constexpr = 2 * BLOCK
     KEYS: tl.constexpr = J * D
     VALUES: tl.constexpr = V * U
     STATE: tl.constexpr = state_ptr.dtype.element_ty
+    R: tl.constexpr = max(2 * N, _TILE)
+    HALF: tl.constexpr = R // 2
+    AT_ONCE: tl.constexpr = N < _TILE and S == D
     b, v = tl.program_id(0), tl.program_id(1)
     j = v // (V // J)
-    first, end = tl.load(q_start + b).to(tl.int32), tl.load(q_start + b + 1).to(tl.int32)
-    row, length = tl.load(rows_ptr + b).to(tl.int64), tl.load(length_ptr + b).to(tl.int32)
     channel_X = tl.program_id(2) * X + tl.arange(0, X)
-    index_R, index_T = tl.arange(0, 2 * N), tl.arange(0, _TILE)
+    index_R, index_T = tl.arange(0, R), tl.arange(0, _TILE)
+    row = load_settled(rows_ptr + b, None, None).to(tl.int64)
+    length = load_settled(length_ptr + b, None, None).to(tl.int32)
+    kept_key += row * (E * KEYS) + j * D
+    kept_value += row * (E * VALUES) + v * U
+    kept_decay += row * (E * V) + v
+    state_at = state_ptr + (row * V + v) * (D * U)
+    begin = _lag(length, BLOCK)
+    program = (tl.program_id(2) * tl.num_programs(1) + v) * tl.num_programs(0) + b
+    weights = room + program.to(tl.int64) * (R * (_TILE + 2 * X if PROMPTS else _TILE))
+    if AT_ONCE:  # what earlier steps left, at once
+        state_DX = _read_state(state_at, 0, channel_X, begin, D, U)
+        position_E = begin + tl.arange(0, E)
+        there_E1 = (position_E < length // _TILE * _TILE)[:, None]
+        place_E1 = (position_E % E)[:, None]
+        key_ED = load_settled(kept_key + place_E1 * KEYS + tl.arange(0, D)[None, :], there_E1, 0.0)
+        mask_EX = there_E1 & (channel_X < U)[None, :]
+        value_EX = load_settled(kept_value + place_E1 * VALUES + channel_X[None, :], mask_EX, 0.0)
+    wait_for_inputs(OVERLAP)
+    first, end = tl.load(q_start + b).to(tl.int32), tl.load(q_start + b + 1).to(tl.int32)
     if b == tl.num_programs(0) - 1:  # unused nodes
-        for unused in range(end, tokens, 2 * N):
+        for unused in range(end, tokens, R):
             at_RX = (unused + index_R).to(tl.int64)[:, None] * VALUES + v * U + channel_X[None, :]
             mask_RX = (unused + index_R < tokens)[:, None] & (channel_X < U)[None, :]
-            tl.store(out + at_RX, tl.zeros([2 * N, X], out.dtype.element_ty), mask=mask_RX)
+            tl.store(out + at_RX, tl.zeros([R, X], out.dtype.element_ty), mask=mask_RX)
     if end > first:
         query, key, beta, decays = query + j * D, key + j * D, beta + v, decays + v * E
         made, decay = made + v * U, decay + v
-        kept_key += row * (E * KEYS) + j * D
-        kept_value += row * (E * VALUES) + v * U
-        kept_decay += row * (E * V) + v
-        state_at = state_ptr + (row * V + v) * (D * U)
-        begin = _lag(length, BLOCK)
         ahead = tl.minimum(end - first, BLOCK) - 1  # the deepest node's distance
 
-        # Prompts' tiles begin at multiples of 16 positions, so that each lies in one block.
+        # Prompts' tiles are groups.
         skipped = length % N if PROMPTS else 0
         for tile in range(0, N if N < _TILE else end - first + skipped, N):
-            known = length  # tokens before the tile, but a tree's own
+            group = length // _TILE * _TILE  # of the first token
             if PROMPTS:
-                at = length - skipped + tile
-                known = tl.maximum(length, at)
-
-            # What is read does not depend on sums, so that it comes while they are made.
-            local_R, is_key_R = tile - skipped + index_R % N, index_R < N
-            live_R = (local_R >= 0) & (first + local_R < end)
+                group += tile
+            local_R, is_key_R = tile - skipped + index_R % HALF, index_R < HALF
+            live_R = (local_R >= 0) & (index_R % HALF < N) & (first + local_R < end)
             token_R = tl.where(live_R, first + local_R, first).to(tl.int64)
             position_R = tl.load(position_ptr + token_R).to(tl.int32)
             x_R = tl.where(is_key_R, key + token_R * KEYS, query + token_R * KEYS)
             x_RD = _read_rows(x_R, 0, live_R, D)
-            later_RX = tl.zeros([2 * N, X], tl.float32)
+            later_RX, later_low_RX = tl.zeros([R, X], tl.float32), tl.zeros([R, X], tl.float32)
             if N > 1 and not PROMPTS and _lag(length + ahead, BLOCK) > begin:
                 entries, whole = _weigh(
                     first, length, begin, key, made, decay, kept_key, kept_value, kept_decay, KEYS, VALUES, V, BLOCK
                 )  # fmt: skip
-                for d in range(0, D, _TILE):
-                    state_SX = _read_state(state_at, d, channel_X, begin, _TILE, U)
+                SIZE: tl.constexpr = min(D, _FOLDED)
+                for d in range(0, D, SIZE):
+                    state_SX = _read_state(state_at, d, channel_X, begin, SIZE, U)
                     state_SX = _fold(state_SX, d, entries, whole, channel_X, U).to(STATE)
-                    later_RX = _add_in_order(later_RX, _read_rows(x_R, d, live_R, _TILE), state_SX)
+                    x_RS = _read_rows(x_R, d, live_R, SIZE)
+                    later_RX, later_low_RX = _multiply(later_RX, later_low_RX, x_RS, state_SX)
             lag_R, decays_R = _lag(position_R, BLOCK), decays + token_R * (V * E)
-            whole_R = tl.load(decays_R + position_R - lag_R)
-            if N == 1:
-                state_DX = _read_state(state_at, 0, channel_X, begin, D, U)
-                entry = _read_known(
-                    begin + tl.arange(0, E), known, first, length, key, made, kept_key, kept_value, live_R, position_R,
-                    lag_R, decays_R, channel_X, KEYS, VALUES, E, D, U,
-                )  # fmt: skip
-            local_T = tile - skipped + index_T
-            live_T = (local_T >= 0) & (first + local_T < end) & (index_T < N)
-            token_T = tl.where(live_T, first + local_T, first).to(tl.int64)
-            key_TD = _read_rows(key + token_T * KEYS, 0, live_T, D)
-            weight_RT = tl.zeros([2 * N, _TILE], tl.float32)
-            if N > 1:
-                distance_RT = position_R[:, None] - tl.load(position_ptr + token_T).to(tl.int32)[None, :]
-                seen_RT = live_R[:, None] & live_T[None, :] & (distance_RT > 0) & (distance_RT < E)
-                path_RT = tl.load(back + token_R[:, None] * E + distance_RT, mask=seen_RT, other=-1)
-                seen_RT = seen_RT & (path_RT == token_T[None, :])
-                weight_RT = tl.load(decays_R[:, None] + distance_RT - 1, mask=seen_RT, other=0.0)
+            whole_R1 = tl.load(decays_R + position_R - lag_R)[:, None]
+            if AT_ONCE:
+                distance_RE = position_R[:, None] - position_E[None, :]
+                seen_RE = (
+                    live_R[:, None] & (position_E < group)[None, :] & (position_E[None, :] >= lag_R[:, None])
+                )
+                weight_RE = tl.load(decays_R[:, None] + distance_RE - 1, mask=seen_RE, other=0.0)
+            key_SD, weight_RS, ring_TX = _read_group(
+                tile - skipped, group, first, end, length, key, kept_key, kept_value, back, position_ptr, token_R,
+                live_R, position_R, decays_R, channel_X, N, PROMPTS, KEYS, VALUES, E, D, U,
+            )  # fmt: skip
             beta_R = tl.load(beta + token_R * V).to(tl.float32)
             at_RX = token_R[:, None] * VALUES + channel_X[None, :]
             mask_RX = live_R[:, None] & (channel_X < U)[None, :]
             is_key_RX = mask_RX & is_key_R[:, None]
             value_RX = tl.load(value + v * U + at_RX, mask=is_key_RX, other=0.0).to(tl.float32)
 
-            sum_RX = tl.zeros([2 * N, X], tl.float32)
-            if N == 1:
-                if (
-                    begin > 0
-                ):  # the mask again: else it would be copied to shared memory before entries are read
-                    state_DX = tl.where((channel_X < U)[None, :], state_DX, 0.0)
-                    sum_RX = _add_in_order(sum_RX, x_RD, state_DX)
+            sum_RX, low_RX = tl.zeros([R, X], tl.float32), tl.zeros([R, X], tl.float32)
+            if AT_ONCE:
+                sum_RX, low_RX = _multiply(sum_RX, low_RX, x_RD, state_DX)
             else:
                 for d in range(0, D, S):
                     state_SX = _read_state(state_at, d, channel_X, begin, S, U)
-                    sum_RX = _add_in_order(sum_RX, _read_rows(x_R, d, live_R, S), state_SX)
+                    sum_RX, low_RX = _multiply(sum_RX, low_RX, _read_rows(x_R, d, live_R, S), state_SX)
             if N > 1 and not PROMPTS:
-                sum_RX = tl.where((lag_R > begin)[:, None], later_RX, sum_RX)
-            sum_RX = whole_R[:, None] * sum_RX
-            if N == 1:
-                if begin < known:
-                    sum_RX = _add_entries(sum_RX, x_RD, entry)
+                later_R1 = (lag_R > begin)[:, None]
+                sum_RX = tl.where(later_R1, later_RX, sum_RX)
+                low_RX = tl.where(later_R1, later_low_RX, low_RX)
+            sum_RX, low_RX = _times(whole_R1, sum_RX), _times(whole_R1, low_RX)
+            if AT_ONCE:
+                sum_RX, low_RX = _multiply(sum_RX, low_RX, _weighted(x_RD, key_ED, weight_RE), value_EX)
             else:
-                for start in range(begin, known, C):
-                    entry = _read_known(
-                        start + tl.arange(0, C), known, first, length, key, made, kept_key, kept_value, live_R,
+                for start in range(begin, group, C):
+                    key_CD, weight_RC, value_CX = _read_known(
+                        start + tl.arange(0, C), group, first, length, key, made, kept_key, kept_value, live_R,
                         position_R, lag_R, decays_R, channel_X, KEYS, VALUES, E, D, U,
                     )  # fmt: skip
-                    sum_RX = _add_entries(sum_RX, x_RD, entry)
+                    sum_RX, low_RX = _multiply(sum_RX, low_RX, _weighted(x_RD, key_CD, weight_RC), value_CX)
+            own_RX = tl.zeros([R, X], tl.float32)
+            own_RST = tl.reshape(_weighted(x_RD, key_SD, weight_RS), [R, 2, _TILE])
+            ring_RT, own_RT = tl.split(tl.permute(own_RST, [0, 2, 1]))
+            if group < length:
+                own_RX = _add_in_order(own_RX, ring_RT, ring_TX)
             if N == _TILE and not PROMPTS:  # a tree's nodes in tiles before this one
                 for before in range(0, tile, _TILE):
                     token_C = (first + before + index_T).to(tl.int64)
                     position_C = tl.load(position_ptr + token_C).to(tl.int32)
                     distance_RC = position_R[:, None] - position_C[None, :]
-                    seen_RC = live_R[:, None] & (distance_RC > 0) & (position_C[None, :] >= lag_R[:, None])
+                    seen_RC = live_R[:, None] & (distance_RC > 0)
+                    seen_RC = seen_RC & (position_R[:, None] // _TILE == position_C[None, :] // _TILE)
                     path_RC = tl.load(back + token_R[:, None] * E + distance_RC, mask=seen_RC, other=-1)
-                    entry = _read_entries(
+                    key_CD, weight_RC, value_CX = _read_entries(
                         key + token_C * KEYS, made + token_C * VALUES, index_T < _TILE, distance_RC,
                         seen_RC & (path_RC == token_C[None, :]), decays_R, channel_X, D, U,
                     )  # fmt: skip
-                    sum_RX = _add_entries(sum_RX, x_RD, entry)
+                    own_RX = _add_in_order(own_RX, _weighted(x_RD, key_CD, weight_RC), value_CX)
 
             # The tile's own, one after the other.
-            own_RT = tl.where(index_R[:, None] == N + index_T[None, :], 1.0, weight_RT) * _pairs(x_RD, key_TD)
-            made_RX = tl.zeros_like(value_RX)
-            for c in range(tl.maximum(skipped - tile, 0), tl.minimum(end - first + skipped - tile, N)):
-                this_R1 = (index_R == c)[:, None]
-                new_X = tl.sum(tl.where(this_R1, beta_R[:, None] * (value_RX - sum_RX), 0.0), 0)
-                new_X = new_X.to(made.dtype.element_ty).to(tl.float32)
-                made_RX = tl.where(this_R1, new_X[None, :], made_RX)
-                sum_RX = _add(sum_RX, _column(own_RT, c), new_X)
-            tl.store(made + at_RX, made_RX, mask=is_key_RX)
-            tl.store(out + v * U + at_RX, sum_RX, mask=mask_RX & ~is_key_R[:, None])
-            tl.debug_barrier()
+            if N > 1:
+                tl.store(weights + index_R[:, None] * _TILE + index_T[None, :], own_RT)
+                tl.debug_barrier()
             if PROMPTS:
-                after = tl.minimum(at + N, length + end - first)
+                _substitute(
+                    weights, sum_RX + low_RX, own_RX, is_key_R, value_RX, beta, out + v * U, made,
+                    (first + tile - skipped).to(tl.int64), skipped - tile, end - first + skipped - tile, channel_X, N,
+                    V, U,
+                )  # fmt: skip
+            else:
+                made_RX, deepest = tl.zeros_like(value_RX), tl.max(tl.where(live_R, position_R, 0), 0)
+                for c in range(tl.minimum(end - first - tile, N)):
+                    if N > 1 and deepest // _TILE * _TILE > group:  # groups that nodes on its path complete
+                        token = (first + tile + c).to(tl.int64)
+                        position = tl.load(position_ptr + token).to(tl.int32)
+                        if position // _TILE * _TILE > group:
+                            tl.store(made + at_RX, made_RX, mask=is_key_RX & (index_R < c)[:, None])
+                            tl.debug_barrier()
+                            sum_RX, low_RX = _add_groups(
+                                sum_RX, low_RX, x_RD, group, position, index_R % HALF == c, first, length, key, made,
+                                kept_key, kept_value, back + token * E, position_R, decays_R, channel_X, KEYS, VALUES,
+                                E, D, U,
+                            )  # fmt: skip
+                    this_R1 = (index_R == c)[:, None]
+                    new_RX = beta_R[:, None] * (value_RX - (sum_RX + low_RX) - own_RX)
+                    new_X = tl.sum(tl.where(this_R1, new_RX, 0.0), 0).to(made.dtype.element_ty).to(tl.float32)
+                    made_RX = tl.where(this_R1, new_X[None, :], made_RX)
+                    if N > 1:
+                        own_R = tl.load(weights + index_R * _TILE + c)
+                    else:
+                        own_R = _column(own_RT, c)
+                    own_RX = _add(own_RX, own_R, new_X)
+                tl.store(made + at_RX, made_RX, mask=is_key_RX)
+                out_RX = (sum_RX + low_RX) + own_RX
+                tl.store(out + v * U + at_RX, out_RX, mask=mask_RX & ~is_key_R[:, None])
+                tl.debug_barrier()
+            if PROMPTS:
+                after = tl.minimum(group + N, length + end - first)
                 if _lag(after, BLOCK) > begin:
                     entries, whole = _weigh(
                         first, length, begin, key, made, decay, kept_key, kept_value, kept_decay, KEYS, VALUES, V,
