@@ -91,9 +91,7 @@ def across(each_O, like):
 def results(
     sums,
     o,
-    t,
-    tokens,
-    unit_ptr,
+    unit,
     scale_ptr,
     bias_ptr,
     O: gl.constexpr,
@@ -102,8 +100,7 @@ def results(
     BIAS: gl.constexpr,
     SIXTEENTHS: gl.constexpr,
 ):
-    """Multiply sums ``[outputs, tokens]`` by their scales and add the bias."""
-    unit = gl.load(unit_ptr + t, mask=t < tokens, other=0)
+    """Multiply sums ``[outputs, tokens]`` by their scales, ``unit`` those of tokens, and add the bias."""
     if SIXTEENTHS:
         unit *= 1 / 16
     if not GROUPED:

@@ -366,7 +366,8 @@ def _store_results(sums, first_o, token, ends, FORMAT: gl.constexpr):
     o = first_o + gl.arange(0, MANY, gl.SliceLayout(1, LAYOUT))
     t = first_t + token + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
     SIXTEENTHS: gl.constexpr = BITS == 4 and not ZEROS
-    out = results(sums, o, t, tokens, unit_ptr, scale_ptr, bias_ptr, O, ROWS, GROUPED, BIAS, SIXTEENTHS)
+    unit = gl.load(unit_ptr + t, mask=t < tokens, other=0)
+    out = results(sums, o, unit, scale_ptr, bias_ptr, O, ROWS, GROUPED, BIAS, SIXTEENTHS)
     ROW_MAJOR: gl.constexpr = gl.BlockedLayout([8, 1], [MANY // 8, 256 // MANY], [1, 4], [0, 1])
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), ROW_MAJOR)
     o = first_o + gl.arange(0, MANY, gl.SliceLayout(1, ROW_MAJOR))

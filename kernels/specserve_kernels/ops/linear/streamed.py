@@ -148,21 +148,27 @@ def _streamed_kernel(
         _ask_weight(values_desc, values, bars, s, first_o, begin + s, asked, BOXES)
         _ask_words(scale_desc, scales, bars, s, first_o, (begin + s) * WORDS, asked, SCALES, WORDS, BY_OUTPUT)
         _ask_words(zero_desc, zeros, bars, s, first_o, (begin + s) // 2, asked, O, 1, ZEROS)
-    if OVERLAP:
-        begin_after_last()
-    for s in gl.static_range(STAGES):
-        _ask_inputs(x_desc, x, bars, s, begin + s, s < count)
     nothing = gl.zeros([ROWS_EACH, C], gl.int32 if INTEGERS else gl.float32, MMA)
     sums = of_tokens(nothing)
     LAYOUT: gl.constexpr = sums.type.layout
     OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if GROUPED and not BY_OUTPUT:
+        scale_ptrs = scale_ptr + first_o // ROWS + gl.zeros([ROWS_EACH], gl.int32, OUTPUTS)
+        next1, next2 = _words(scale_ptrs, begin, SCALES, WORDS, LAST)
+        later1, later2 = _words(scale_ptrs, begin + 1, SCALES, WORDS, LAST)
+    if OVERLAP:
+        begin_after_last()
+    for s in gl.static_range(STAGES):
+        _ask_inputs(x_desc, x, bars, s, begin + s, s < count)
+    t = gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+    unit = gl.load(unit_ptr + t, mask=t < tokens, other=0)
     for i in range(count):
         slot = i % STAGES
         bar = bars.index(slot)
         if GROUPED and not BY_OUTPUT:
-            scale_ptrs = scale_ptr + first_o // ROWS + gl.zeros([ROWS_EACH], gl.int32, OUTPUTS)
-            word = gl.load(scale_ptrs + (begin + i) * WORDS * SCALES)
-            word2 = gl.load(scale_ptrs + gl.minimum((begin + i) * WORDS + WORDS - 1, LAST) * SCALES)
+            word, word2 = next1, next2
+            next1, next2 = later1, later2
+            later1, later2 = _words(scale_ptrs, begin + i + 2, SCALES, WORDS, LAST)
         mbarrier.wait(bar, i // STAGES & 1)
         if BITS == 4:
             w0, w1 = _operands(
@@ -196,7 +202,7 @@ def _streamed_kernel(
         _ask_words(scale_desc, scales, bars, slot, first_o, after * WORDS, more, SCALES, WORDS, BY_OUTPUT)
         _ask_words(zero_desc, zeros, bars, slot, first_o, after // 2, more, O, 1, ZEROS)
         _ask_inputs(x_desc, x, bars, slot, after, more)
-    r, t = gl.arange(0, ROWS_EACH, OUTPUTS), gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+    r = gl.arange(0, ROWS_EACH, OUTPUTS)
     if PARTS > 1:
         BLOCK: gl.constexpr = ROWS_EACH * sums.shape[1]
         part_ptrs = part_ptr + tile * (PARTS * BLOCK) + r[:, None] * sums.shape[1] + t[None, :]
@@ -210,9 +216,18 @@ def _streamed_kernel(
             sums += gl.load(part_ptrs + part * BLOCK, cache_modifier=".cg")
     o = first_o + r
     SIXTEENTHS: gl.constexpr = BITS == 4 and not ZEROS
-    out = results(sums, o, t, tokens, unit_ptr, scale_ptr, bias_ptr, O, ROWS, GROUPED, BIAS, SIXTEENTHS)
+    out = results(sums, o, unit, scale_ptr, bias_ptr, O, ROWS, GROUPED, BIAS, SIXTEENTHS)
     out_ptrs = out_ptr + t.to(gl.int64)[None, :] * O + o[:, None]
     gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(t < tokens)[None, :] & (o < O)[:, None])
+
+
+@gluon.jit
+def _words(scale_ptrs, stage, SCALES: gl.constexpr, WORDS: gl.constexpr, LAST: gl.constexpr):
+    """Load the words with the scales of a stage's two steps: of another stage than the one that is multiplied, for
+    which nothing waits then."""
+    first = gl.load(scale_ptrs + gl.minimum(stage * WORDS, LAST) * SCALES, cache_modifier=".cg")
+    second = gl.load(scale_ptrs + gl.minimum(stage * WORDS + WORDS - 1, LAST) * SCALES, cache_modifier=".cg")
+    return first, second
 
 
 @gluon.jit
