@@ -53,7 +53,8 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
     """Let the next launch's programs start where there is room, and wait, once all programs have called this or ended.
-    Must not be called before ``wait_for_inputs``, or the launch after the next would be let in too."""
+    Must not be called before ``wait_for_inputs``, or the launch after the next would be let in too, as
+    ``linear_ahead`` wants."""
     if OVERLAP:
         gdc_launch_dependents()
 

@@ -17,11 +17,12 @@ from specserve_kernels.ops.device import Limits, cdiv, limits_of
 from specserve_kernels.ops.layer.activation import activate, apply_gate
 from specserve_kernels.ops.linear.choose import FEW_OUTPUTS, FEW_TOKENS, LaunchConfig, for_plain
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.linear import check_place
 
-_AHEAD = LaunchConfig(FEW_TOKENS, 16, 256, 4, 4)  # has room beside the programs of the launch before
+_AHEAD = LaunchConfig(FEW_TOKENS, 16, 256, 4, 4)
+_AHEAD_MORE = _AHEAD._replace(inputs=128)  # for more tokens: has room beside the programs of ``packed``, too
 _AHEAD_TOKENS = 64  # for more tokens, loads that are copied ahead win
 
 
@@ -95,7 +96,8 @@ def linear_ahead(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     if tokens > _AHEAD_TOKENS or for_plain(x_TI, weight_OI, None, False) != "few":
         return linear(x_TI, weight_OI, None)
     out_TO = x_TI.new_empty((tokens, outputs))
-    _linear_ahead_kernel[(cdiv(outputs, _AHEAD.outputs), cdiv(tokens, _AHEAD.tokens))](
+    block = _AHEAD if tokens <= FEW_TOKENS else _AHEAD_MORE
+    _linear_ahead_kernel[(cdiv(outputs, block.outputs), cdiv(tokens, block.tokens))](
         x_TI,
         weight_OI,
         out_TO,
@@ -103,11 +105,11 @@ def linear_ahead(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         x_TI.stride(0),
         O=outputs,
         I=inputs,
-        BLOCK_T=_AHEAD.tokens,
-        BLOCK_O=_AHEAD.outputs,
-        BLOCK_I=_AHEAD.inputs,
-        num_warps=_AHEAD.warps,
-        num_stages=_AHEAD.stages,
+        BLOCK_T=block.tokens,
+        BLOCK_O=block.outputs,
+        BLOCK_I=block.inputs,
+        num_warps=block.warps,
+        num_stages=block.stages,
         **overlap(),
     )
     return out_TO
@@ -163,12 +165,13 @@ def _linear_ahead_kernel(
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride + i[None, :]
     weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    let_next_begin(OVERLAP)
     for start in range(0, I, BLOCK_I):
         inside = start + i < I
         x = load_settled(x_ptrs + start, (t < tokens)[:, None] & inside[None, :], 0)
         weight = load_settled(weight_ptrs + start, inside_o[None, :] & inside[:, None], 0)
         sums = tl.dot(x, weight, sums)
-    take_turn(OVERLAP)
+    wait_for_inputs(OVERLAP)
     store_outputs(sums, out_ptr, tl.program_id(0), t, tokens, O, 0)
 
 
