@@ -123,7 +123,7 @@ class Enough(Exception):
 
 
 READ_EARLY = {
-    "_add_rms_norm_kernel": {"weight_ptr"},
+    "_add_rms_norm_kernel": {"weight_ptr", "residual_ptr"},
     "_attend_kernel": {"length_B", "q_start"},
     "_gate_heads_kernel": {"weight_ptr"},
     "_down_kernel": {"order_ptr", "tile_ptr"},

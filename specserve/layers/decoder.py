@@ -61,7 +61,8 @@ class Attention(nn.Module):
         norms, parts = self.head_norms, self.query_parts
         ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, norms, parts)
         read_TI = self.gated(call.wanted(call.attend(ask)), projected_TND, call)
-        return config.ranks.sum_for_norm(self.o_proj(read_TI)), call.wanted(residual_TH)
+        residual_TH = call.wanted(residual_TH)
+        return config.ranks.sum_for_norm(self.o_proj(read_TI)), residual_TH
 
     def arranged(self, qkv_TND: Tensor, position_T: Tensor) -> Tensor:
         """Return the heads that the projection returns as ``attend`` takes them. May change them in place."""

@@ -62,7 +62,8 @@ class LatentAttention(nn.Module):
         ask = Latent(self.layer, query_TNX, self._rows(row_TX), call.rope, self.config.softmax.scale)
         found_TO = call.wanted(call.attend(ask))
         value_TNV = kernels.multiply_heads(found_TO.unflatten(-1, (heads, -1)), value_NVC)
-        return self.config.ranks.sum_for_norm(self.o_proj(value_TNV.flatten(1))), call.wanted(residual_TH)
+        residual_TH = call.wanted(residual_TH)
+        return self.config.ranks.sum_for_norm(self.o_proj(value_TNV.flatten(1))), residual_TH
 
     def project_kv(self, x_TI: Tensor | Rounded) -> LatentRows:
         """Return only what is stored."""

@@ -299,11 +299,11 @@ def _add_rms_norm_kernel(
     OVERLAP: tl.constexpr,
 ):
     h = tl.arange(0, BLOCK)
-    weight = load_settled(weight_ptr + h, h < H, 0)
-    take_turn(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
+    weight = load_settled(weight_ptr + h, h < H, 0)
+    residual = load_settled(residual_ptr + t * residual_stride + h, h < H, 0)
+    take_turn(OVERLAP)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
-    residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
     if addresses_ptr is not None:
         x = sum_row(x, h, addresses_ptr, counts_ptr, rank, N, P, BYTES)
     if first_ptr is not None:

@@ -53,7 +53,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(rms_norm(total), total)`` with ``total = (x + residual) * scale``, rounded twice. ``first_H``: the
     weight of a norm of x before the sum, with the same eps; None: no norm. ``scale_1`` has the dtype of x,
-    None: 1. No input is changed. ``Parts`` are for a GPU."""
+    None: 1. No input is changed. ``Parts`` are for a GPU, where the residual and the weight must have been written at
+    least two launches ago."""
     assert isinstance(x_TH, Tensor)
     residual_TH = (x_TH if first_H is None else rms_norm(x_TH, first_H, eps)) + residual_TH
     if scale_1 is not None:
