@@ -169,7 +169,7 @@ class QuantizedLinear(Projection):
 
     def __init__(self, plain: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._plain = plain
+        self._plain, self.shares_inputs = plain, plain.shares_inputs
         weight_OI, scale_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("scale_OG", scale_OG, persistent=False)
