@@ -148,6 +148,8 @@ def test_who_reads_before_it_waits() -> None:
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
+        "_delta_kernel": {"rows_ptr", "length_ptr", "kept_key", "kept_value"},
+        "_read_state": {"at"},  # of _delta_kernel
         "_kept_taps": {"rows_ptr", "position_ptr", "back_ptr", "kept"},  # of _inputs_kernel
         "_kept_decays": {"rows_ptr", "position_ptr", "back_ptr", "at_EH"},
         "request_of": {"rows"},

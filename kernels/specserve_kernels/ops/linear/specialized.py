@@ -144,11 +144,11 @@ def _specialized_kernel(
     gl.warp_specialize(
         [
             (
-                _multiply,
+                _multiply_tiles,
                 (0, stages, ends, parts, first_o, begin, count, STAGES, PARTS, SCALE, FORMAT, OVERLAP),
             ),
             (
-                _multiply,
+                _multiply_tiles,
                 (1, stages, ends, parts, first_o, begin, count, STAGES, PARTS, SCALE, FORMAT, OVERLAP),
             ),
             (
@@ -233,7 +233,7 @@ def _ask_outputs(
 
 
 @gluon.jit
-def _multiply(
+def _multiply_tiles(
     group: gl.constexpr,
     stages,
     ends,
