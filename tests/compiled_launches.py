@@ -29,6 +29,7 @@ import torch
 from specserve_kernels import HeadNorms, KVScales, Parts, Shared
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.attention.latent import absorb_queries, multiply_heads, store_latents
+from specserve_kernels.ops.attention.latent_nodes import attend_latents
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import Gpu, Limits, assume
@@ -126,6 +127,7 @@ READ_EARLY = {
     "_add_rms_norm_kernel": {"weight_ptr", "residual_ptr"},
     "_attend_kernel": {"length_B", "q_start"},
     "_gate_heads_kernel": {"weight_ptr"},
+    "_latents_kernel": {"length", "q_start"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "_route_kernel": {"weight_ptr"},
     "_linear_ahead_kernel": {"x_ptr", "weight_ptr"},
@@ -512,6 +514,8 @@ def launch_latents(heads: int, nodes: int, scales: KVScales | None = None) -> No
     paths = list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)
     attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), **how)
     if scales is None:
+        attend_latents(query_TNX, *shared[1:], length_B, q_start, nodes)
+        attend_latents(query_TNX, *shared[1:], per_node_T, q_start, nodes, prompt=True)
         scratch_BKA = torch.zeros(20, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), **how)
     found_TNC = attend_chunks(*shared, q_start, per_node_T, nodes, **how)

@@ -5,6 +5,7 @@ On a CPU the kernels are interpreted. Shapes as in ``ops.attention.latent``.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 from specserve_kernels import KVScales, rotary_table
 from specserve_kernels.ops.attention import latent as ops
+from specserve_kernels.ops.attention import latent_nodes
 from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.device import H200
 from specserve_kernels.reference.attention import latent as reference
 
+from kernels.tests.gluon import on_cpu
 from kernels.tests.test_ops_windows import DEVICE, ON_GPU, TensorCores, cores, few_multiprocessors, integers
 
 __all__ = ["cores", "few_multiprocessors"]
@@ -117,3 +120,63 @@ def test_same_bits_of_attention(
     tree_TNX[::2] = query_LNX[places]
     masks = [sum(1 << j for j in (*range(0, i, 2), i)) for i in range(2 * count - 1)]
     assert torch.equal(verified(root, tree_TNX, tree_LX, masks)[::2], right)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "lengths", "counts"),
+    [(16, 5, [1090, 0, 120], [1, 1, 1]), (1, 20, [1020, 60], [4, 2])],
+)
+def test_many_rows(
+    page_size: int, heads: int, lengths: list[int], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single tokens, chains and prompts, whatever the programs that share them, and units that cannot be stored."""
+    module: Any = latent_nodes if ON_GPU else on_cpu(latent_nodes)
+    names = vars(latent_nodes) if ON_GPU else module.names
+    spans = [range(first, first + count) for first, count in zip(lengths, counts, strict=True)]
+    used = [-(-span.stop // page_size) for span in spans]
+    row_LX = normal(max(lengths) + 8, 576, dtype=torch.bfloat16)
+    cache = torch.full((1 + sum(used), 1, page_size, 576), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    pages_BM = torch.zeros(len(used), max(used), dtype=torch.int64, device=DEVICE)
+    for slot, pages in enumerate(torch.arange(1, 1 + sum(used), device=DEVICE).flip(0).split(used)):
+        pages_BM[slot, : len(pages)] = pages
+        at = torch.arange(spans[slot].stop, device=DEVICE)
+        cache[pages[at // page_size], 0, at % page_size] = row_LX[at] + slot
+    query_TNX = normal(sum(counts) + (max(counts) > 1), heads, 576, dtype=torch.bfloat16)
+    places = integers([place for span in spans for place in span])
+    starts = integers([0, *accumulate(counts)])
+
+    def found(processors: int = 132, stored: int = 1 << 30) -> Tensor:
+        monkeypatch.setitem(names, "limits_of", lambda _: H200._replace(processors=processors))
+        monkeypatch.setitem(names, "STORED", stored)
+        where = cache, pages_BM, integers(lengths), starts, max(counts)
+        return module.attend_latents(query_TNX, *where, kv_start=1, scale=0.05)
+
+    right = found()
+    for other in (found(3), found(5, 0)):
+        assert torch.equal(other, right)
+    tokens = query_TNX[: len(places)]
+    prompt = cache, pages_BM, places, starts, max(counts)
+    chunk = module.attend_latents(tokens, *prompt, kv_start=1, scale=0.05, prompt=True)
+    seen = places >= 1  # the first token sees nothing
+    assert torch.equal(chunk[seen], right[: len(places)][seen])
+    assert not right[len(places) :].any()
+    for slot, span in enumerate(spans):
+        for token, place in enumerate(span, int(starts[slot])):
+            key_LX = (row_LX[1 : place + 1] + slot).double()
+            weight_NL = (query_TNX[token].double() @ key_LX.T * 0.05).softmax(-1)
+            value_NC = weight_NL @ key_LX[:, :512]
+            torch.testing.assert_close(right[token].double(), value_NC, atol=1e-2, rtol=1e-2)
+    if ON_GPU:
+        old = attend_nodes(
+            query_TNX,
+            *prompt[:2],
+            integers(lengths),
+            starts,
+            None,
+            max(counts),
+            Workspace(),
+            kv_start=1,
+            scale=0.05,
+            latent=512,
+        )
+        assert torch.equal(old, right)

@@ -18,6 +18,7 @@ from specserve_kernels.ops.attention.attention import (
     attend_frontier,
     attend_nodes,
 )
+from specserve_kernels.ops.attention.latent_nodes import attend_latents, takes
 from specserve_kernels.ops.attention.paths import Paths, list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from torch import Tensor
@@ -39,6 +40,9 @@ class _Prefill:
     def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
         cache, pages_BM, kv_TND, scales, latent = entries
         c = self.chunks
+        if takes(q_TND, cache, latent, len(pages_BM), c.max_tokens):
+            tokens = c.positions_T, c.q_start, c.max_tokens, c.kv_start
+            return attend_latents(q_TND, cache, pages_BM, *tokens, softmax.scale, prompt=True)
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
         return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start, *how, latent)
@@ -54,6 +58,10 @@ class _Verify:
     def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
         cache, pages_BM, _, scales, latent = entries
         n = self.nodes
+        nodes = 1 if len(q_TND) == len(pages_BM) else n.max_nodes
+        if self.paths is None and takes(q_TND, cache, latent, len(pages_BM), nodes):
+            chains = n.length_B, n.q_start, n.max_nodes, n.kv_start
+            return attend_latents(q_TND, cache, pages_BM, *chains, softmax.scale)
         where = pages_BM, n.length_B, n.q_start, self.paths, n.max_nodes
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
         return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how, latent)

@@ -1,0 +1,148 @@
+"""Run a module of Gluon kernels on a CPU, with torch, as Triton's interpreter does not.
+
+Layouts mean nothing here, copies and products are done when they are asked for, and programs run one after another.
+Shared memory begins as NaN, and an access outside a tensor is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Pointer:
+    def __init__(self, numbers: Tensor, offset: Any = 0) -> None:
+        self.numbers, self.offset = numbers, torch.as_tensor(offset)
+        self.dtype = SimpleNamespace(element_ty=numbers.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.numbers, self.offset + torch.as_tensor(offset).long())
+
+    def at(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return offsets, 0 where masked, and the mask."""
+        live = torch.ones_like(self.offset, dtype=torch.bool)
+        live = live if mask is None else mask.expand_as(live)
+        where = torch.where(live, self.offset, 0)
+        assert ((where >= 0) & (where < len(self.numbers))).all()
+        return where, live
+
+
+class Shared:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.dtype = tensor, tensor.dtype
+
+    def index(self, number: Any) -> Shared:
+        return Shared(self.tensor[int(number)])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.tensor.permute(order))
+
+    def store(self, value: Tensor) -> None:
+        self.tensor.copy_(value)
+
+
+def load(pointer: Pointer, mask: Tensor | None = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
+    where, live = pointer.at(mask)
+    return torch.where(live, pointer.numbers[where], torch.tensor(other, dtype=pointer.numbers.dtype))
+
+
+def store(pointer: Pointer, value: Any, mask: Tensor | None = None) -> None:
+    where, live = pointer.at(mask)
+    value = torch.as_tensor(value).to(pointer.numbers.dtype).expand_as(where)
+    pointer.numbers[where[live]] = value[live]
+
+
+def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
+    old = load(pointer)
+    store(pointer, old + value)
+    return old
+
+
+def allocate(dtype: torch.dtype, shape: list[int], _: Any, value: Tensor | None = None) -> Shared:
+    return Shared(torch.full(shape, torch.nan, dtype=dtype) if value is None else value.clone())
+
+
+def product(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    return a.tensor.float() @ b.tensor.float() + (sums if use_acc else 0)
+
+
+def of_tensors(function: Any) -> Any:
+    """A function whose numbers become tensors of the first one's dtype."""
+    return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b, dtype=torch.as_tensor(a).dtype))
+
+
+class Plain(ast.NodeTransformer):
+    """Without Gluon's imports and decorators; numbers whose bits are reinterpreted are viewed."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        return None if (node.module or "").startswith(("triton", "specserve_kernels.ops.linear")) else node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        node.decorator_list = []
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if any(each.arg == "bitcast" for each in node.keywords) and isinstance(node.func, ast.Attribute):
+            node.func.attr, node.keywords = "view", []
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        return ast.Constant(None) if node.attr == "layout" else self.generic_visit(node)
+
+
+class Kernel:
+    """Runs a launch's programs in any order."""
+
+    def __init__(self, function: Any, gl: SimpleNamespace) -> None:
+        self.function, self.gl = function, gl
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            pointers = [
+                Pointer(each.as_strided((each.untyped_storage().nbytes() // each.element_size(),), (1,), 0))
+                + each.storage_offset()
+                if isinstance(each, Tensor)
+                else each
+                for each in arguments
+            ]
+            self.gl.num_programs = lambda _: torch.tensor(grid[0], dtype=torch.int32)
+            for program in torch.randperm(grid[0], generator=torch.Generator().manual_seed(0)).int():
+                self.gl.program_id = lambda _, program=program: program.clone()
+                self.function(*pointers, **constants)
+
+        return launch
+
+
+def on_cpu(module: ModuleType) -> SimpleNamespace:
+    """Return the module's names, of which kernels run on a CPU."""
+    nothing = lambda *_, **__: None  # noqa: E731
+    gl = SimpleNamespace(
+        constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+        arange=lambda start, end, _: torch.arange(start, end, dtype=torch.int32), load=load, store=store,
+        where=lambda which, a, b: torch.where(torch.as_tensor(which), torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=of_tensors(torch.maximum), minimum=of_tensors(torch.minimum), atomic_add=atomic_add,
+        sum=lambda x, axis: x.sum(axis, dtype=x.dtype), max=lambda x, axis: x.amax(axis), ceil=torch.ceil,
+        associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=x.dtype), exp2=torch.exp2, static_range=range,
+        full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype), allocate_shared_memory=allocate,
+        fma=lambda a, b, c: (a.double() * b.double() + c.double()).float(), convert_layout=lambda x, _: x.clone(),
+        split=lambda x: (x[..., 0].clone(), x[..., 1].clone()), permute=torch.permute, reshape=torch.reshape,
+        SliceLayout=nothing, BlockedLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing,
+    )  # fmt: skip
+    names: dict[str, Any] = {
+        "__name__": module.__name__, "gl": gl, "barrier": nothing, "begin_after_last": nothing,
+        "fence_async_shared": nothing, "warpgroup_mma": product,
+        "warpgroup_mma_wait": lambda _, waited: waited[0] if len(waited) == 1 else tuple(waited),
+        "async_copy": SimpleNamespace(
+            async_load=lambda into, pointer: into.store(load(pointer)), commit_group=nothing, wait_group=nothing,
+        ),
+    }  # fmt: skip
+    tree = ast.fix_missing_locations(Plain().visit(ast.parse(Path(str(module.__file__)).read_text())))
+    exec(compile(tree, str(module.__file__), "exec"), names)
+    names |= {name: Kernel(names[name], gl) for name in names if name.endswith("_kernel")}
+    return SimpleNamespace(names=names, **{name: names[name] for name in names if not name.startswith("__")})
