@@ -388,11 +388,12 @@ def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
     x, weight = draw(tokens, inputs + 8)[:, :inputs], draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
-    found = linear.linear_few(x, weight)
+    found, bias = linear.linear_few(x, weight), draw(outputs).to(x.dtype)
     assert_close(found, torch.nn.functional.linear(x, weight))
     ahead = linear.linear_ahead(x, weight)
     assert_close(ahead, found)
     assert not GPU or torch.equal(ahead, found)
+    assert_close(linear.linear_few(x, weight, bias_O=bias), torch.nn.functional.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(("tokens", "inner", "inputs"), [(1, 64, 512), (5, 20, 200), (16, 33, 1024)])
@@ -403,7 +404,9 @@ def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
         x, weight = x.half(), weight.half()
     found = linear.linear_few(x, weight, "silu")
     assert_close(found, activation.apply_gate(linear.linear_few(x, weight), "silu"))
-    assert_close(found, linear.linear(x, weight, torch.zeros_like(weight[:, 0]), "silu"))
+    bias = draw(2 * inner).to(x.dtype)
+    expected = activation.apply_gate(torch.nn.functional.linear(x, weight, bias), "silu")
+    assert_close(linear.linear(x, weight, bias, "silu"), expected)
 
 
 @pytest.mark.parametrize("tokens", [9, 32, 60, 100])

@@ -3,7 +3,7 @@
 | weight | tokens | kernel | where |
 |---|---|---|---|
 | 16 bits, no bias | 9 to 128 | ``swap_ab`` | Hopper, if its programs fill the device |
-| 16 bits, no bias | up to 16; all for at most 128 outputs | ``few`` | all but wide heads |
+| 16 bits | up to 16; all for at most 128 outputs | ``few`` | all but wide heads |
 | 16 bits | others | ``cublas`` | |
 | as in a file, FP8, int8, 4 bits | up to 16 | ``streamed`` | Hopper, not gated |
 | as in a file, int8, 4 bits | from 17, 33 or 65 on | ``specialized`` | Hopper, not gated, programs fill it |
@@ -67,9 +67,9 @@ Plain = Literal["swap_ab", "few", "cublas"]
 
 def for_plain(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool) -> Plain:
     """Return the kernel for a weight in the activations' dtype."""
-    if bias_O is not None or x_TI.dim() != 2 or x_TI.dtype not in (torch.bfloat16, torch.float16):
+    if x_TI.dim() != 2 or x_TI.dtype not in (torch.bfloat16, torch.float16):
         return "cublas"
-    if _swaps(x_TI, weight_OI, gated):
+    if bias_O is None and _swaps(x_TI, weight_OI, gated):
         return "swap_ab"
     if len(weight_OI) <= _NARROW:
         return "few"

@@ -42,24 +42,25 @@ def linear(
     if out_TO is not None:
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
     if kernel == "few":
-        return linear_few(x_TI, weight_OI, gated)
+        return linear_few(x_TI, weight_OI, gated, bias_O)
     out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     return apply_gate(out_TO, gated)
 
 
-def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: Gate = None) -> Tensor:
+def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: Gate = None, bias_O: Tensor | None = None) -> Tensor:
     """Run the kernel, in bf16 or fp16, whose programs have 16 tokens each. Uses ``torch.nn.functional.linear`` if the
     device's shared memory is too small."""
     (tokens, inputs), outputs = x_TI.shape, len(weight_OI)
     chosen = launch_config(outputs, limits_of(x_TI.device))
     if chosen is None:
-        out_TO = torch.nn.functional.linear(x_TI, weight_OI)
+        out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
         return apply_gate(out_TO, gated)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
     blocks = cdiv(out_TO.shape[1], chosen.outputs // 2 if gated else chosen.outputs)
     _linear_kernel[(blocks, cdiv(tokens, FEW_TOKENS))](
         x_TI,
         weight_OI,
+        bias_O,
         out_TO,
         tokens,
         x_TI.stride(0),
@@ -119,6 +120,7 @@ def linear_ahead(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 def _linear_kernel(
     x_ptr,  # [T, I]
     weight_ptr,  # [O, I]
+    bias_ptr,  # [O], or None
     out_ptr,  # [T, O], half as wide if GATED
     tokens,
     stride,
@@ -142,6 +144,9 @@ def _linear_kernel(
         x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None] & inside[None, :], other=0)
         weight = tl.load(weight_ptrs + start, mask=inside_o[None, :] & inside[:, None], other=0)
         sums = tl.dot(x, weight, sums)
+    if bias_ptr is not None:  # after all products, of which a plain addition could become the first
+        bias = tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)
+        sums = tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), tl.broadcast_to(bias[None, :], sums.shape))
     store_outputs(sums, out_ptr, tl.program_id(0), t, tokens, O, GATED)
 
 
