@@ -702,7 +702,7 @@ def main() -> None:
         launch_latents(16, 1)
         launch_latents(128, 8)
         launch_packed(64, None)
-        for tokens in (1, 64, 400):
+        for tokens in (1, 40, 64, 400):
             launch_experts(tokens)
         launch_packed_experts(4)
         launch_recurrent(torch.float32)
@@ -719,7 +719,7 @@ def main() -> None:
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 4: [PLAIN]}, integers=True)
         launch_experts(4, correction=True, biased=True, first=8)
-        for tokens in (64, 400):
+        for tokens in (20, 64, 400):
             launch_packed_experts(tokens)
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)

@@ -79,8 +79,12 @@ def chosen(x_TH: Tensor, layers: list[Layer]) -> float:
 
 def swept(x_TH: Tensor, layers: list[Layer], packed: bool) -> Iterator[tuple[float, str]]:
     """The launches that fit, of gates and of outputs, each next to the other's usual one."""
-    name = "packed_blocks_for" if packed else "blocks_for"
-    usual = getattr(ops, name)(16, 2)
+    name, weight = "packed_blocks_for" if packed else "blocks_for", layers[0][1].gate_up
+    usual = (
+        ops.packed_blocks_for(16, 16, weight.floats, 2)
+        if isinstance(weight, Packed)
+        else ops.blocks_for(16, 2)
+    )
     for which, launch in itertools.product((0, 1), PACKED if packed else PLAIN):
         blocks = list(usual)
         blocks[which] = ops.Block(*launch)

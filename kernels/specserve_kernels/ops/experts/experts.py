@@ -44,6 +44,7 @@ from specserve_kernels.reference.linear.packed import STEP, Packed
 from specserve_kernels.reference.linear.quantize import FP8
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
+FEW_TILES = 8  # of small ones, fewer programs than a device has room for
 BLOCK_H = 1024  # hidden channels of a program that adds outputs
 PLAIN = {
     "BITS": 16,
@@ -74,15 +75,22 @@ def blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
     programs of small tiles have room on a multiprocessor: one reads while the other begins or ends."""
     if pairs == 16:
         return Block(32, 128, 4, 4), Block(64, 128, 4, 4)
+    if pairs == 32:
+        stages = 5 if element_size == 2 else 3
+        return Block(64, 64, 4, stages), Block(128, 64, 4, stages)
     block = Block(64, 64, 4, 4) if pairs == 64 else Block(128, 64, 8, 3 if element_size == 2 else 2)
     return block, block
 
 
-def packed_blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
+def packed_blocks_for(pairs: int, tiles: int, floats: int, element_size: int) -> tuple[Block, Block]:
     """Choose them for weights of 8 and 4 bits, whose steps are their own: at least 16 rows a warp, which reads them.
-    Registers hold each sum twice; two programs of 64 pairs have room, and one multiplies while the other converts."""
-    stages = (6 if pairs == 16 else 5) - element_size
-    registers = 128 if pairs == 64 and element_size == 2 else None
+    Registers hold each sum twice; two programs of 64 pairs have room, and one multiplies while the other converts. Of
+    floats, warps of small tiles wait for fewer others, and few tiles are shared by more programs."""
+    stages = (6 if pairs <= 32 else 5) - element_size
+    if floats and pairs == 16 and element_size == 2:
+        rows = 64 if tiles <= FEW_TILES else 128
+        return Block(rows // 2, 0, 4, stages), Block(rows, 0, 4, stages)
+    registers = 128 if pairs in (32, 64) and element_size == 2 else None
     return Block(64, 0, 8, stages, registers), Block(128, 0, 8, stages, registers)
 
 
@@ -109,7 +117,7 @@ def run_experts(
     more = 0 if shared_down_HI is None else shared_down_HI.shape[1]
     shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "SHARED": more, "H": size}
     shape |= {"BLOCK_P": tile, **overlap()}
-    weights, options, outputs = _launch(experts.gate_up, tile, x_TH, gates=True)
+    weights, options, outputs = _launch(experts.gate_up, tile, tiles, x_TH, gates=True)
     inner_N = x_TH.new_empty(pairs * inner + tokens * more)
     _gate_up_kernel[(tiles + cdiv(more, inner), cdiv(inner, outputs))](
         x_TH,
@@ -126,7 +134,7 @@ def run_experts(
         **shape,
         **options,
     )
-    weights, options, outputs = _launch(experts.down, tile, x_TH, gates=False)
+    weights, options, outputs = _launch(experts.down, tile, tiles, x_TH, gates=False)
     made_PH = x_TH.new_empty((pairs + (tokens if more else 0), size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
     blocks = cdiv(size, outputs)
@@ -175,11 +183,14 @@ def _are_plain(experts: ExpertWeights, shared: SharedWeights) -> bool:
 
 
 def _launch(
-    weight: Tensor | Packed, tile: int, x_TH: Tensor, gates: bool
+    weight: Tensor | Packed, tile: int, tiles: int, x_TH: Tensor, gates: bool
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any], int]:
     """Return a kernel's numbers, scales, zero points and units, its constants, and the outputs of a program."""
-    packed = isinstance(weight, Packed)
-    block = (packed_blocks_for if packed else blocks_for)(tile, x_TH.element_size())[0 if gates else 1]
+    if isinstance(weight, Packed):
+        blocks = packed_blocks_for(tile, tiles, weight.floats, x_TH.element_size())
+    else:
+        blocks = blocks_for(tile, x_TH.element_size())
+    block = blocks[0 if gates else 1]
     options: dict[str, Any] = {
         "BLOCK_O": block.outputs,
         "BLOCK_I": block.inputs,

@@ -35,7 +35,7 @@ _STEPS = tl.constexpr(2.0**40)  # of the largest score: sums of integers do not 
 def pairs_of_tile(pairs: int, experts: int) -> int:
     """Choose by the mean number of an expert's pairs: the more there are, the more of them share a read."""
     mean = pairs / min(pairs, experts)
-    return 16 if mean <= 16 else 64 if mean <= 64 else 128
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 64 else 128
 
 
 def route(
