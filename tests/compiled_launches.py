@@ -135,7 +135,7 @@ READ_EARLY = {
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
     "_grow_kernel": {"length_ptr"},
-    "_delta_kernel": {"rows_ptr", "length_ptr", "state_ptr", "kept_key", "kept_value"},
+    "_delta_kernel": {"rows_ptr", "length_ptr", "q_start", "state_ptr", "kept_key", "kept_value"},
     "_inputs_kernel": {
         *(
             "weight_ptr",

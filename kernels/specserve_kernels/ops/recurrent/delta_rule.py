@@ -364,7 +364,10 @@ def _read_group(
     place_S = (group + index_S) % E
     key_S = tl.where(live_S, key + token_S * KEYS, kept_key + place_S * KEYS)
     key_SD = _read_rows(key_S, 0, live_S | in_ring_S, D)
-    position_S = tl.load(position_ptr + token_S, mask=live_S, other=0).to(tl.int32)
+    if N > 1 and not PROMPTS:
+        position_S = tl.load(position_ptr + token_S, mask=live_S, other=0).to(tl.int32)
+    else:
+        position_S = length + (token_S - first).to(tl.int32)
     position_S = tl.where(live_S, position_S, group + index_S)
     distance_RS = position_R[:, None] - position_S[None, :]
     seen_RS = live_R[:, None] & (position_R[:, None] // _TILE == position_S[None, :] // _TILE)
@@ -467,6 +470,8 @@ def _delta_kernel(
     index_R, index_T = tl.arange(0, R), tl.arange(0, _TILE)
     row = load_settled(rows_ptr + b, None, None).to(tl.int64)
     length = load_settled(length_ptr + b, None, None).to(tl.int32)
+    first = load_settled(q_start + b, None, None).to(tl.int32)
+    end = load_settled(q_start + b + 1, None, None).to(tl.int32)
     kept_key += row * (E * KEYS) + j * D
     kept_value += row * (E * VALUES) + v * U
     kept_decay += row * (E * V) + v
@@ -483,7 +488,6 @@ def _delta_kernel(
         mask_EX = there_E1 & (channel_X < U)[None, :]
         value_EX = load_settled(kept_value + place_E1 * VALUES + channel_X[None, :], mask_EX, 0.0)
     wait_for_inputs(OVERLAP)
-    first, end = tl.load(q_start + b).to(tl.int32), tl.load(q_start + b + 1).to(tl.int32)
     if b == tl.num_programs(0) - 1:  # unused nodes
         for unused in range(end, tokens, R):
             at_RX = (unused + index_R).to(tl.int64)[:, None] * VALUES + v * U + channel_X[None, :]
@@ -503,7 +507,10 @@ def _delta_kernel(
             local_R, is_key_R = tile - skipped + index_R % HALF, index_R < HALF
             live_R = (local_R >= 0) & (index_R % HALF < N) & (first + local_R < end)
             token_R = tl.where(live_R, first + local_R, first).to(tl.int64)
-            position_R = tl.load(position_ptr + token_R).to(tl.int32)
+            if N > 1 and not PROMPTS:
+                position_R = tl.load(position_ptr + token_R).to(tl.int32)
+            else:
+                position_R = length + (token_R - first).to(tl.int32)
             x_R = tl.where(is_key_R, key + token_R * KEYS, query + token_R * KEYS)
             x_RD = _read_rows(x_R, 0, live_R, D)
             later_RX, later_low_RX = tl.zeros([R, X], tl.float32), tl.zeros([R, X], tl.float32)
