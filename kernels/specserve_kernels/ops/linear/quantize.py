@@ -23,10 +23,7 @@ _FP8_UNIT = tl.constexpr(1 / LARGEST[FP8])
 _PAIRED_UNIT = tl.constexpr(1 / LARGEST[PAIRED])
 _LARGEST_FP8 = tl.constexpr(float(LARGEST[FP8]))
 _ALIGNED = 16  # bytes that rows are padded to, as the copy engine needs them
-_PER_WARP, _PER_LOAD = (
-    1024,
-    256,
-)  # elements of a row: those that a warp has at most, up to 16 warps, and loads at once
+_PER_WARP = 1024  # elements of a row
 _LEAST = tl.constexpr(LEAST_UNIT)
 
 
@@ -57,8 +54,7 @@ def round_gated(x_TI: Tensor, dtype: torch.dtype, gated: Gate) -> Rounded:
 
 def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: Gate) -> Rounded:
     out = empty_rounded(len(x_TI), width, x_TI, dtype)
-    warps = min(max(next_power_of_2(width) // _PER_WARP, 1), 16)
-    block = _PER_LOAD * warps
+    block = next_power_of_2(width)
     _round_rows_kernel[(len(x_TI),)](
         x_TI,
         out.values,
@@ -67,9 +63,8 @@ def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: Gate) -> Ro
         out.values.stride(0),
         I=width,
         BLOCK=block,
-        BLOCKS=cdiv(width, block),
         GATED=GATES.index(gated),
-        num_warps=warps,
+        num_warps=min(max(block // _PER_WARP, 1), 16),
         **overlap(),
     )
     return out
@@ -130,57 +125,31 @@ def _round_rows_kernel(
     values_stride,
     I: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     take_turn(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
-    x_ptr += t * stride
-    parts, ups, largest = (), (), tl.zeros((BLOCK,), tl.int32)
-    for block in tl.static_range(BLOCKS):
-        i = block * BLOCK + tl.arange(0, BLOCK)
-        parts += (tl.load(x_ptr + i, mask=i < I, other=0),)  # type: ignore[assignment]
-        if GATED:
-            ups += (tl.load(x_ptr + I + i, mask=i < I, other=0),)  # type: ignore[assignment]
-    rows = ()
-    for block in tl.static_range(BLOCKS):
-        x = activate(parts[block], ups[block], GATED) if GATED else parts[block]
-        rows += (x,)  # type: ignore[assignment]
-        largest = tl.maximum(largest, _magnitude(x))
-    unit = _unit(tl.max(largest), values_ptr)
-    for block in tl.static_range(BLOCKS):
-        i = block * BLOCK + tl.arange(0, BLOCK)
-        _store_rounded(rows[block], unit, i, i < I, values_ptr, t, values_stride)
-    tl.store(unit_ptr + t, unit)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * stride + i, mask=i < I, other=0)
+    if GATED:
+        x = activate(x, tl.load(x_ptr + t * stride + I + i, mask=i < I, other=0), GATED)
+    store_rounded_row(x, i, i < I, values_ptr, unit_ptr, t, values_stride)
 
 
 @triton.jit
 def store_rounded_row(x, i, inside, values_ptr, unit_ptr, t, stride):
     """Quantize the row of token ``t`` to FP8, or to two rows of int8, and store at ``i`` what is ``inside``: the rest
     of x is zero. The scale of a row with NaN is NaN."""
-    unit = _unit(tl.max(_magnitude(x)), values_ptr)
-    _store_rounded(x, unit, i, inside, values_ptr, t, stride)
-    tl.store(unit_ptr + t, unit)
-
-
-@triton.jit
-def _magnitude(x):
-    """Return float32's bits without the sign, which are in the order of the numbers, NaN after infinity."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _unit(largest, values_ptr):
-    FACTOR: tl.constexpr = _FP8_UNIT if values_ptr.dtype.element_ty == tl.float8e4nv else _PAIRED_UNIT
-    unit = largest.to(tl.float32, bitcast=True) * FACTOR
-    return tl.maximum(unit, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _store_rounded(x, unit, i, inside, values_ptr, t, stride):
-    scaled = x.to(tl.float32) * (1 / unit)
-    if values_ptr.dtype.element_ty == tl.float8e4nv:
+    FP8: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv
+    x = x.to(tl.float32)
+    # Without their sign, float32 numbers are in the order of their bits, NaN after infinity.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    unit = tl.maximum(
+        largest * (_FP8_UNIT if FP8 else _PAIRED_UNIT), _LEAST, propagate_nan=tl.PropagateNan.ALL
+    )
+    scaled = x * (1 / unit)
+    if FP8:
         number = tl.clamp(scaled, -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
         tl.store(values_ptr + t * stride + i, number, mask=inside)
     else:
@@ -188,3 +157,4 @@ def _store_rounded(x, unit, i, inside, values_ptr, t, stride):
         high = (number + 64) >> 7
         tl.store(values_ptr + 2 * t * stride + i, high.to(tl.int8), mask=inside)
         tl.store(values_ptr + (2 * t + 1) * stride + i, (number - (high << 7)).to(tl.int8), mask=inside)
+    tl.store(unit_ptr + t, unit)
