@@ -47,37 +47,42 @@ BEFORE = {
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
 # Weights: ``waits_first`` in ``tests/compiled_launches.py`` checks what.
-COPIES_FIRST = {"_specialized_kernel", "_streamed_kernel"}
+COPIES_FIRST = {"_specialized_kernel", "_streamed_kernel", "_latents_kernel"}
 ALONE = {"_prefill_kernel"}  # long, and launched as others are, after all that came before it
 
 
 @cache
-def compiled() -> dict[str, ast.FunctionDef]:
-    """Functions that Triton compiles."""
+def functions() -> list[ast.FunctionDef]:
+    """That Triton compiles. Several may have one name."""
     trees = [ast.parse(file.read_text()) for file in sorted(OPS.rglob("*.py"))]
-    return {
-        node.name: node
+    return [
+        node
         for tree in trees
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and any(
             {"triton.jit", "gluon.jit"} & {ast.unparse(getattr(d, "func", d))} for d in node.decorator_list
         )
-    }
+    ]
+
+
+def compiled() -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in functions()}
 
 
 @cache
 def kernels() -> dict[str, ast.FunctionDef]:
-    """What is launched: functions that Triton compiles and no other such function calls, or gives to its warps."""
-    called = {name for node in compiled().values() for name in (*_calls(node), *_given_to_warps(node))}
+    """What is launched: functions that Triton compiles and no other such function calls or gives away."""
+    called = {name for node in functions() for name in (*_calls(node), *_given(node))}
     return {name: node for name, node in compiled().items() if name not in called}
 
 
-def _given_to_warps(node: ast.AST) -> set[str]:
+def _given(node: ast.AST) -> set[str]:
     launches = [
         inner
         for inner in ast.walk(node)
-        if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "gl.warp_specialize"
+        if isinstance(inner, ast.Call)
+        and ast.unparse(inner.func) in ("gl.warp_specialize", "gl.associative_scan")
     ]
     return {inner.id for launch in launches for inner in ast.walk(launch) if isinstance(inner, ast.Name)}
 
@@ -121,6 +126,7 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
     assert sorted(found) == [
         ("_attend_kernel", "tl.debug_barrier()"),
         ("_down_kernel", "tl.debug_barrier()"),
+        ("_latents_kernel", "barrier()"),
         ("_route_kernel", "tl.debug_barrier()"),
         ("_route_kernel", "tl.debug_barrier()"),
         ("_share_sums", "barrier()"),
@@ -148,7 +154,7 @@ def test_who_reads_before_it_waits() -> None:
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
-        "_delta_kernel": {"rows_ptr", "length_ptr", "kept_key", "kept_value"},
+        "_delta_kernel": {"rows_ptr", "length_ptr", "q_start", "kept_key", "kept_value"},
         "_read_state": {"at"},  # of _delta_kernel
         "_kept_taps": {"rows_ptr", "position_ptr", "back_ptr", "kept"},  # of _inputs_kernel
         "_kept_decays": {"rows_ptr", "position_ptr", "back_ptr", "at_EH"},

@@ -453,8 +453,8 @@ def _latents_kernel(
                 scores = warpgroup_mma_wait(0, [scores])
             async_copy.wait_group(0)
             if not PROMPT and run < units:
-                barrier()
                 ticket = tickets + slot * ((nodes * HEADS + R - 1) // R) + tile
+                barrier()
                 if gl.atomic_add(ticket, run, sem="acq_rel", scope="gpu") + run == units:
                     gl.store(ticket, 0)
                     share_end = before // share * share + share
