@@ -25,6 +25,7 @@ import torch
 from specserve_kernels import KVScales
 from specserve_kernels.ops.attention import prefill
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.latent_nodes import attend_latents, takes
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.device import limits_of, next_power_of_2
@@ -191,9 +192,14 @@ def masks(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def ours(shape: Shape, x: Inputs) -> Run:
+    most = shape.most or shape.nodes
+    many = shape.kind != "tree" and takes(x.q_TND, x.caches[0], LATENT, shape.slots, most)
     if shape.kind == "prefill":
         start = shape.length - shape.nodes
         positions_T = torch.arange(start, shape.length, device=DEVICE).repeat(shape.slots)
+        if many:
+            chunks = x.pages_BM, positions_T, x.q_start, most
+            return lambda cache: attend_latents(x.q_TND, cache, *chunks, prompt=True)
         return lambda cache: prefill.attend_chunks(
             x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, None if LATENT else x.kv_TND, start > 0,
             shape.scales, window=shape.window, latent=LATENT,
@@ -207,8 +213,10 @@ def ours(shape: Shape, x: Inputs) -> Run:
             x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales, window=shape.window,
             latent=LATENT,
         )  # fmt: skip
+    if many:
+        return lambda cache: attend_latents(x.q_TND, cache, x.pages_BM, x.length_B, x.q_start, most)
     mask_T, depth_T = masks(shape)
-    most, paths = shape.most or shape.nodes, None
+    paths = None
     if shape.kind == "tree":
         paths = list_paths(mask_T, x.q_start, x.length_B, int(depth_T.max()), most)
     where = x.pages_BM, x.length_B, x.q_start, paths, most
