@@ -88,10 +88,12 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
 
 def _stages(weight: Packed, columns: int, programs: int, share: int, limits: Limits) -> int:
     """Return the number of stages in flight, from a sweep over the layers of Llama-3.1-8B on an H200, as far as all
-    programs have room, but at least two: one is multiplied while the other comes."""
+    programs have room, but at least two: one is multiplied while the other comes. A few programs, which a shared expert
+    has, take all that they can before they wait."""
     room = limits.shared_bytes // cdiv(programs, limits.processors) - _RESERVED
     stage = _STAGE * (ROWS_EACH.value * weight.bits // 8 + columns) + 2 * 4 * ROWS_EACH.value
-    return min(max(2, room // stage), weight.bits // 2, share // _STAGE)
+    most = weight.bits // 2 if programs > limits.processors // 4 else share // _STAGE
+    return min(max(2, room // stage), most, share // _STAGE)
 
 
 @gluon.jit(do_not_specialize=["tokens", "tickets_ptr"])
