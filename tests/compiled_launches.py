@@ -126,7 +126,7 @@ class Enough(Exception):
 READ_EARLY = {
     "_add_rms_norm_kernel": {"weight_ptr", "residual_ptr"},
     "_attend_kernel": {"length_B", "q_start"},
-    "_gate_heads_kernel": {"weight_ptr"},
+    "_gate_heads_kernel": {"gate_ptr", "weight_ptr"},
     "_latents_kernel": {"length", "q_start"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "_route_kernel": {"weight_ptr"},
@@ -598,9 +598,10 @@ def launch_norms() -> None:
     """Of heads, before a sum, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
+    gate_TH, norm = x_TH.clone(), (weight_H[:128].clone(), 1e-5)
     for dtype in (None, FP8, PAIRED):
-        gate_heads(x_TH, x_TH.view(2, 32, 128), (weight_H[:128].clone(), 1e-5), dtype)
-        gate_heads(x_TH, x_TH.view(2, 16, 256), None, dtype)
+        gate_heads(x_TH, gate_TH.view(2, 32, 128), norm, dtype)
+        gate_heads(x_TH, gate_TH.view(2, 16, 256), None, dtype)
     norms, at_T = HeadNorms(weight_H[:128], weight_H[:128], 1e-6), torch.zeros(2, dtype=torch.int64)
     cache, table = torch.zeros(2, 2, 16, 8, 128, dtype=x_TH.dtype), x_TH.view(32, 2, 128)
     for rope in (table, table[..., :64].contiguous()):

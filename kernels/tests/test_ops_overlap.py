@@ -146,7 +146,7 @@ def test_who_reads_before_it_waits() -> None:
         "work_of": {"length_B", "q_start"},  # of _attend_kernel
         "_add_rms_norm_kernel": {"weight_ptr", "residual_ptr"},
         "_down_kernel": {"order_ptr", "tile_ptrs"},
-        "_gate_heads_kernel": {"weight_ptr"},
+        "_gate_heads_kernel": {"gate_ptr", "weight_ptr"},
         "_route_kernel": {"weight_ptrs"},
         "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
         "_linear_ahead_kernel": {"x_ptrs", "weight_ptrs"},

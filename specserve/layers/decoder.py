@@ -60,7 +60,7 @@ class Attention(nn.Module):
         softmax = replace(config.softmax, sinks_H=self.sinks)
         norms, parts = self.head_norms, self.query_parts
         ask = GroupedQuery(self.layer, qkv_TND, config.heads[1], call.rope, softmax, norms, parts)
-        read_TI = self.gated(call.wanted(call.attend(ask)), projected_TND, call)
+        read_TI = self.gated(call.attend(ask), projected_TND, call)
         residual_TH = call.wanted(residual_TH)
         return config.ranks.sum_for_norm(self.o_proj(read_TI)), residual_TH
 
@@ -69,8 +69,8 @@ class Attention(nn.Module):
         return qkv_TND
 
     def gated(self, attended_TI: Tensor, projected_TND: Tensor, call: LayerCall) -> Tensor | Rounded:
-        """Return the input of the last projection, of the wanted rows, which ``attended_TI`` has."""
-        return attended_TI
+        """Return the input of the last projection, of the wanted rows."""
+        return call.wanted(attended_TI)
 
     @property
     def head_norms(self) -> HeadNorms | None:

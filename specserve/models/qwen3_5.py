@@ -34,6 +34,7 @@ class GatedAttention(Attention):
 
     def gated(self, attended_TI: Tensor, projected_TND: Tensor, call: LayerCall) -> Tensor | Rounded:
         gate_TND = call.wanted(projected_TND[:, 1 : 2 * self.config.num_heads : 2])
+        attended_TI = call.wanted(attended_TI)
         return gate_heads(attended_TI, gate_TND, None, self.o_proj.rounds_to(len(attended_TI)))
 
 

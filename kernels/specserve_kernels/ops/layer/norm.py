@@ -229,20 +229,21 @@ def _gate_heads_kernel(
     OVERLAP: tl.constexpr,
 ):
     n, d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
-    if weight_ptr is not None:
-        weight = load_settled(weight_ptr + d, d < D, 0)
-    take_turn(OVERLAP)
     t, i, inside = tl.program_id(0).to(tl.int64), n * D + d, (n < N) & (d < D)
-    x = tl.load(x_ptr + t * x_stride + i, mask=inside, other=0)
-    gate = tl.load(gate_ptr + t * gate_stride + n * head_stride + d, mask=inside, other=0).to(tl.float32)
-    wide, divisor = x.to(tl.float32), 1 + tl.exp(-gate)
+    gate = load_settled(gate_ptr + t * gate_stride + n * head_stride + d, inside, 0).to(tl.float32)
     if weight_ptr is None:
-        out = wide * (1 / divisor).to(x.dtype).to(tl.float32)
+        factor = (1 / (1 + tl.exp(-gate))).to(gate_ptr.dtype.element_ty).to(tl.float32)
     else:
+        weight = load_settled(weight_ptr + d, d < D, 0)
+        factor = gate / (1 + tl.exp(-gate))
+    take_turn(OVERLAP)
+    x = tl.load(x_ptr + t * x_stride + i, mask=inside, other=0)
+    wide = x.to(tl.float32)
+    if weight_ptr is not None:
         scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
         scaled = ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
-        out = scaled.to(tl.float32) * (gate / divisor)
-    out = out.to(x.dtype)
+        wide = scaled.to(tl.float32)
+    out = (wide * factor).to(x.dtype)
     if out_ptr is not None:
         tl.store(out_ptr + t * (N * D) + i, out, mask=inside)
     else:

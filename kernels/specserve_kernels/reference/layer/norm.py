@@ -24,7 +24,7 @@ def gate_heads(
 ) -> Tensor | Rounded:
     """Multiply heads of x by the sigmoid of their gates. With a ``norm``, which is a weight and eps, their norms are
     multiplied by the gates' SiLU, in float32 or wider. ``dtype``: what ``round_inputs`` quantizes the result to; None:
-    it is not."""
+    it is not. On a GPU, gates and weight must have been written at least two launches ago."""
     x_TND = x_TI.view(gate_TND.shape)
     if norm is None:
         out_TND = x_TND * gate_TND.sigmoid()
