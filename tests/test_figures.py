@@ -68,6 +68,29 @@ def test_the_controller() -> None:
     ]
 
 
+def test_over_http() -> None:
+    names = {"bfloat16": "bfloat16", "FP8": "fp8", "4 bits": "int4"}
+    loads = {"plain": "T0", "greedy": "T0", "temperature 1": "T1"}
+    found = {(each["weights"], each["name"]): each for each in figures("serving")}
+    shown = rows(rf"(?:{'|'.join(names)}), (?:{'|'.join(loads)})")
+    assert len(shown) == 15
+    for number, (label, *cells) in enumerate(shown):
+        weights, load = label.split(", ")
+        for clients, cell in zip((1, 16, 64, 128, 256), cells, strict=True):
+            each = found.get((names[weights], f"{loads[load]}_{clients}"))
+            if each is None:
+                assert cell == "–"
+                continue
+            plain, drafted = each["plain"], each["adaptive"]
+            high = "p99" if "p99" in plain["tpot_ms"] else "p95"
+            slower = [drafted[each][high] / plain[each][high] for each in ("tpot_ms", "end_to_end_ms")]
+            tokens = f"{drafted['tokens_per_second']:,.0f} ({drafted['ratio']:.2f})"
+            if load == "plain":
+                assert cell == f"{plain['tokens_per_second']:,.0f}"
+            else:
+                assert cell == (tokens if number < 9 else "{:.2f}, {:.2f}".format(*slower))
+
+
 def test_lossless() -> None:
     page = " ".join(PERFORMANCE.split())
     for name, words in (
