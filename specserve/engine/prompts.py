@@ -32,8 +32,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """A captured size: at most ``runs`` prompts and ``tokens`` tokens in total, none longer than ``longest``. Up to
-    MAX_NODES tokens, the verify kernel attends."""
+    """A captured size: at most ``runs`` prompts and ``tokens`` tokens in total, none longer than ``longest``. Those
+    of up to MAX_NODES tokens are attended by the verify kernel."""
 
     runs: int
     tokens: int
