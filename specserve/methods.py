@@ -149,6 +149,8 @@ def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
 METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
+ELSEWHERE = {"draft_model": "STANDALONE", "ngram_gpu": "NGRAM"}
+"""Names by vLLM's."""
 
 
 def register(method: Method) -> Method:

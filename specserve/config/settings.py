@@ -12,7 +12,7 @@ from specserve.config import checks
 from specserve.config.choices import CALL_FORMATS, DUMMY, LOADERS, REASONING_FORMATS
 from specserve.config.declare import check_value, setting, settings_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
-from specserve.methods import MAX_NODES, METHOD_NAMES, NONE, Method, method_of, names_where
+from specserve.methods import ELSEWHERE, MAX_NODES, METHOD_NAMES, NONE, Method, method_of, names_where
 
 GROUPS = MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 model, server, engine, speculation = (partial(setting, group) for group in GROUPS)
@@ -336,6 +336,7 @@ class Settings:
         refused=dict.fromkeys(
             ("eagle2", "eagle-2", "eagle_2"), "EAGLE-2's drafts and trees are those of EAGLE; use EAGLE"
         ),
+        synonyms=ELSEWHERE,
         aliases=("speculative_algo",),
     )
     speculative_draft_model_path: str | None = speculation(
@@ -375,8 +376,8 @@ class Settings:
     speculative_synthetic_acceptance: str | None = speculation(
         None,
         "For benchmarks alone: draw whether drafts are accepted, so that the text is wrong. One number from 1 on: mean "
-        "tokens a step, with a fixed chain. Numbers from 0 to 1, separated by commas: the probability of each level's "
-        "first guess after the one above it; deeper levels have the last one's.",
+        "tokens a step, rounded down or up in each, with a fixed chain. Numbers from 0 to 1, separated by commas: the "
+        "probability of each level's first guess after the one above it; deeper levels have the last one's.",
         aliases=("synthetic_acceptance_length",),
         check=checks.acceptance,
         takes_numbers=True,

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from specserve.config.declare import Setting, convert, flag_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
+from specserve.config.peers import DRAWN, KEYS, MEANS, VLLM, of_vllm, simulated
 from specserve.config.settings import GROUPS, SETTINGS, Settings
 
 PREFIX = "SPECSERVE_"
@@ -44,7 +45,10 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     values: dict[str, Any] = {}
     for name, raw in given.items():
         try:
-            values[name] = convert(SETTINGS[name], raw, SETTINGS[name].flag)
+            found = _named({name: raw}, flag_of)
+            if not values.keys().isdisjoint(found):
+                raise ValueError(f"{flag_of(name)}: given twice, under two names")
+            values |= found
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -76,7 +80,9 @@ def unused(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Note
     notes = {f"{flag} has no effect: {reasons[flag]}": UNUSED for flag in names if flag in reasons}
     variables = sorted(key for key, text in environ.items() if _is_link(key, text))
     note = f"{', '.join(variables)}: not read: Kubernetes makes such variables for a Service"
-    return notes | ({note: CHOSEN} if variables else {})
+    notes |= {note: CHOSEN} if variables else {}
+    drawn = f"is read as {flag_of(DRAWN)}, unless that is given"
+    return notes | {f"{name} {drawn}": CHOSEN for name in MEANS if environ.get(name)}
 
 
 _LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
@@ -93,13 +99,16 @@ def make_settings(**values: Any) -> Settings:
 
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``SPECSERVE_*``. An empty variable counts as not set. ``known``: values of sources that go first."""
+    """Read ``SPECSERVE_*``, and other servers' variables for acceptance that is drawn. An empty variable counts as not
+    set. ``known``: values of sources that go first."""
     given = {
         key[len(PREFIX) :].lower(): text
         for key, text in environ.items()
         if key.startswith(PREFIX) and key != PREFIX + "CONFIG" and text and not _is_link(key, text)
     }
-    return _named(given, lambda name: PREFIX + name.upper(), known)
+    values = _named(given, lambda name: PREFIX + name.upper(), known)
+    mean = None if DRAWN in {**known, **values} else simulated(environ)
+    return {**values, DRAWN: mean} if mean is not None else values
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -136,13 +145,16 @@ def _named(
     values: dict[str, Any] = {}
     for name, raw in given.items():
         label = source + spell(name)
-        if name not in _BY_NAME:
+        if name == VLLM:
+            found: dict[str, Any] = of_vllm(raw, label)
+        elif name in _BY_NAME:
+            declared = _BY_NAME[name]
+            found = {declared.name: None if declared.name in known else convert(declared, raw, label)}
+        else:
             raise ValueError(f"{label}: {_unknown('setting', name, spell, _BY_NAME)}")
-        declared = _BY_NAME[name]
-        if declared.name in values:
+        if not values.keys().isdisjoint(found):
             raise ValueError(f"{label}: given twice, under two names")
-        replaced = declared.name in known
-        values[declared.name] = known[declared.name] if replaced else convert(declared, raw, label)
+        values |= {each: known.get(each, value) for each, value in found.items()}
     return values
 
 
@@ -203,11 +215,12 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(f"unexpected argument {unknown[0]!r}: settings are given as --name value")
     flags = dict.fromkeys(each.split("=")[0] for each in unknown if re.match("--?[a-zA-Z]", each))
     flags |= {flag: None for flag in _SIZES if getattr(namespace, flag, "1") != "1"}
-    known = [*_BY_NAME, "config", "help"]
+    known = [*_BY_NAME, "config", "help", VLLM]
     problems = [
         f"{flag}: {_unknown('flag', flag.lstrip('-').replace('-', '_'), flag_of, known)}" for flag in flags
     ]
-    return {name: value for name, value in vars(namespace).items() if name in (*SETTINGS, "config")}, problems
+    ours = {*SETTINGS, "config", VLLM}
+    return {name: value for name, value in vars(namespace).items() if name in ours}, problems
 
 
 def _usual(argv: Sequence[str]) -> list[str]:
@@ -234,6 +247,9 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, `name: value` a line.")
+    parser.add_argument(
+        "-sc", flag_of(VLLM), dest=VLLM, metavar="JSON", help="vLLM's, of: " + ", ".join(KEYS)
+    )
     for flag in _NO_EFFECT:  # a switch must not swallow the model that follows it
         switch = re.match("--((enable|disable|skip|async|show|sleep|language)-|stream-output)", flag)
         takes: dict[str, Any] = {"action": "store_true"} if switch else {"nargs": "*"}

@@ -80,7 +80,7 @@ def resolve_synthetic(settings: Settings, _: ModelConfig, notes: Notes) -> Setti
 
 def acceptance_rates(settings: Settings) -> tuple[float, ...]:
     """Return the probability that a level is accepted after the one above it, by level; deeper levels have the last
-    one's. Empty: acceptance is not drawn. A mean becomes one probability for all levels."""
+    one's. Empty: acceptance is not drawn. A mean becomes steps of it rounded down or up, as in other servers."""
     if settings.speculative_synthetic_acceptance is None:
         return ()
     rates = tuple(float(each) for each in settings.speculative_synthetic_acceptance.split(","))
@@ -97,12 +97,8 @@ def acceptance_rates(settings: Settings) -> tuple[float, ...]:
         raise ValueError(
             f"{flag}: a step of {levels} levels gives at most {levels + 1} tokens, found {rates[0]:g}"
         )
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        reaches = sum(middle**level for level in range(levels + 1)) >= rates[0]
-        low, high = (low, middle) if reaches else (middle, high)
-    return (high,)
+    whole, rest = divmod(rates[0] - 1, 1)
+    return (*[1.0] * int(whole), rest, 0.0)
 
 
 def resolve_token_map(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

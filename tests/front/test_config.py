@@ -100,6 +100,86 @@ LINKS = {
 }
 
 
+def test_how_other_servers_are_told_to_speculate(tmp_path: Path) -> None:
+    """vLLM's object from each source, its probabilities and means, and variables for the same means."""
+    given = {
+        "method": "draft_model",
+        "model": "d",
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 1,
+    }
+    drawn = {**given, "rejection_sample_method": "synthetic"}
+    chain = Settings(
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path="d",
+        speculative_num_steps=3,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+    )
+    file = tmp_path / "conf.yaml"
+    file.write_text(json.dumps({"speculative-config": given}))
+    for found in (
+        load_settings(["--speculative-config", json.dumps(given)], {}),
+        load_settings(["-sc", json.dumps(given), "--model-path", "m"], {}),
+        load_settings([], {"SPECSERVE_SPECULATIVE_CONFIG": json.dumps(given)}),
+        load_settings(["--config", str(file)], {}),
+        make_settings(speculative_config=given),
+    ):
+        assert replace(found, model_path=None) == chain
+    shape = ["--config", str(file), "--speculative-num-steps", "5"]
+    assert load_settings(shape, {}).speculative_num_steps == 5
+    for key, value, text in (
+        ("synthetic_acceptance_length", 2.5, "2.5"),
+        ("synthetic_acceptance_rates", [0.8, 0.4, 0], "0.8,0.5,0,0"),
+        ("synthetic_acceptance_rates", [1, 1, 1], "1,1,1,0"),
+    ):
+        found = make_settings(speculative_config={**drawn, key: value})
+        assert found == replace(chain, speculative_synthetic_acceptance=text)
+    for environ, mean in (
+        ({"SGLANG_SIMULATE_ACC_LEN": "3.39", "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}, "3.39"),
+        ({"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "2.39"}, "3.39"),
+        ({"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "0.0", "SGLANG_SIMULATE_ACC_LEN": "-1"}, None),
+        ({"SGLANG_SIMULATE_ACC_LEN": "x", "SPECSERVE_SPECULATIVE_SYNTHETIC_ACCEPTANCE": "0.5"}, "0.5"),
+        ({"SGLANG_SIMULATE_ACC_METHOD": "multinomial"}, None),
+    ):
+        assert load_settings([], environ).speculative_synthetic_acceptance == mean
+    assert [*unused([], {"SGLANG_SIMULATE_ACC_LEN": "3"})] == [
+        "SGLANG_SIMULATE_ACC_LEN is read as --speculative-synthetic-acceptance, unless that is given"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "nosuch"}, "speculative_config: method: must be one of NONE, EAGLE, EAGLE3, "),
+        ({"model": "d"}, "speculative_config: method is needed"),
+        ({"prompt_lookup_max": 4}, "prompt_lookup_max is not accepted; accepted are method, model, "),
+        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is not accepted; accepted are"),
+        ("eagle3", "speculative_config: must be a JSON object: "),
+        (3, "speculative_config: must be a JSON object, found 3"),
+        ({"num_speculative_tokens": "x"}, "num_speculative_tokens: must be an integer, found 'x'"),
+        ({"rejection_sample_method": "block"}, "must be one of standard, strict, synthetic, found 'block'"),
+        ({"rejection_sample_method": "synthetic"}, "needs one of synthetic_acceptance_length and synthetic_"),
+        ({"synthetic_acceptance_length": 2}, "rejection_sample_method synthetic, and no other, needs one of"),
+        ({"length": 0.5}, "synthetic_acceptance_length: must be from 1 to 64, found 0.5"),
+        ({"rates": [0.5]}, "must be a list of num_speculative_tokens numbers from 1 down to 0, found [0.5]"),
+        ({"rates": [0.5, 0.6, 0.1]}, "numbers from 1 down to 0, found [0.5, 0.6, 0.1]"),
+        ({"rates": [0.5, "x", 0.1]}, "numbers from 1 down to 0, found [0.5, 'x', 0.1]"),
+        ({"rates": [1.5, 1, 0.1]}, "numbers from 1 down to 0, found [1.5, 1, 0.1]"),
+    ],
+)  # fmt: skip
+def test_what_is_not_taken_from_other_servers(given: Any, words: str) -> None:
+    if isinstance(given, dict) and (key := next(iter(given))) in ("length", "rates"):
+        given = {"num_speculative_tokens": 3, f"synthetic_acceptance_{key}": given[key]}
+        given["rejection_sample_method"] = "synthetic"
+    if isinstance(given, dict) and "model" not in given:
+        given = {"method": "eagle3", **given}
+    with pytest.raises(ValueError, match=r".") as error:
+        make_settings(speculative_config=given)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_variables_of_kubernetes_are_no_settings() -> None:
     """For Services named specserve and specserve-chat."""
     assert load_settings([], LINKS) == Settings()
@@ -205,6 +285,14 @@ def test_values_of_all_kinds() -> None:
         ("", {"SPECSERVE_PAGESIZE": "3"}, "unknown setting; the nearest known one is SPECSERVE_PAGE_SIZE"),
         ("", {"SPECSERVE_PORT": "x"}, "SPECSERVE_PORT: must be an integer"),
         ("", {"SPECSERVE_MODEL": "a", "SPECSERVE_MODEL_PATH": "b"}, "given twice"),
+        ('-sc {"method":"mtp"} --speculative-algo MTP', {}, "given twice, under two names"),
+        ("", {"SGLANG_SIMULATE_ACC_LEN": "x"}, "SGLANG_SIMULATE_ACC_LEN: must be a number, found 'x'"),
+        ("", {"SGLANG_SIMULATE_ACC_LEN": "0.5"}, "SGLANG_SIMULATE_ACC_LEN: must be from 1 to 64, found 0.5"),
+        ("", {"SGLANG_SIMULATE_ACC_LEN": "2", "SGLANG_SIMULATE_ACC_METHOD": "multinomial"},
+         "SGLANG_SIMULATE_ACC_METHOD: must be match-expected, found 'multinomial'"),
+        ("", {"SGLANG_SIMULATE_ACC_LEN": "2", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "fixed"},
+         "SGLANG_SIMULATE_ACC_TOKEN_MODE: must be real-draft-token, found 'fixed'"),
+        ("", {"SGLANG_SIMULATE_ACC_LEN": "2", "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "1"}, "both set; set one"),
     ],
 )  # fmt: skip
 def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str) -> None:

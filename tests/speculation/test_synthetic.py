@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +65,23 @@ def test_the_mean_is_the_one_asked_for(random_models: Checkpoints, rates: str, m
     assert tokens_per_step(found) == pytest.approx(mean, abs=0.15)
 
 
+def test_each_step_gives_a_mean_rounded_down_or_up(random_models: Checkpoints) -> None:
+    """As in the servers whose names of it are taken."""
+    found = answer_one(drawn(random_models, "2.5"), PROMPTS[0], params(1, 60))
+    assert {*found.runs[1:-1]} == {2, 3}
+
+
+def test_published_curves() -> None:
+    """Their rates by level give the means that are published for 1 to 5 and 7 levels."""
+    file = Path(__file__).parents[2] / "benchmarks" / "golden_acceptance.json"
+    for curve in json.loads(file.read_text())["curves"].values():
+        rates = [float(rate) for rate in curve["rates"].split(",")]
+        means = [*accumulate(accumulate(rates, mul), initial=1.0)]
+        assert curve["tokens_per_step"] == pytest.approx(
+            [means[levels] for levels in (1, 2, 3, 4, 5, 7)], abs=0.011
+        )
+
+
 def test_a_requests_draws_are_its_own(random_models: Checkpoints) -> None:
     work = [(prompt, params(i)) for i, prompt in enumerate(PROMPTS)]
     together = answer_all(drawn(random_models, "0.6"), work)
@@ -105,7 +126,7 @@ def test_a_mean_needs_a_shape_that_reaches_it(
         with pytest.raises(ValueError, match="must be one number from 1 on, or numbers from 0 to 1"):
             settings(random_models, speculative_synthetic_acceptance=wrong)
     found, notes = resolve(settings(random_models, speculative_synthetic_acceptance=1.6, **shape), model)
-    assert acceptance_rates(found) == pytest.approx([0.6])
+    assert acceptance_rates(found) == pytest.approx([0.6, 0])
     with caplog.at_level(logging.WARNING, "specserve"):
         log_notes(logging.getLogger("specserve"), notes)
     assert any("the texts are not the model's" in record.getMessage() for record in caplog.records)
