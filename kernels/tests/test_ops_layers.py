@@ -17,7 +17,7 @@ from specserve_kernels.reference.layer import rotary as reference_rotary
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear import linear as reference_linear
 from specserve_kernels.reference.linear.packed import Numbers, pack
-from specserve_kernels.reference.linear.quantize import FP8, PAIRED
+from specserve_kernels.reference.linear.quantize import FP8, LARGEST, PAIRED
 from specserve_kernels.types import HeadNorms, KVScales
 from torch import Tensor
 
@@ -128,8 +128,13 @@ def test_gates_of_heads(draw, heads: int, size: int, normed: bool) -> None:
     assert torch.equal(alone[0], found[2])
     for dtype in (FP8, PAIRED, torch.int8):
         rounded, expected = norm.gate_heads(*given, dtype), quantize.round_inputs(found, dtype)
-        assert torch.equal(rounded.values.float(), expected.values.float())
-        assert torch.equal(rounded.unit_GT, expected.unit_GT)
+        if GPU and normed and dtype != torch.int8:  # who stores bytes adds squares in another order
+            torch.testing.assert_close(rounded.unit_GT, expected.unit_GT, rtol=2**-6, atol=0)
+            off = (rounded.plain_TI - expected.plain_TI).abs() / expected.unit_GT.T
+            assert (off <= 2**-6 * LARGEST[dtype] + (32 if dtype == FP8 else 1)).all()
+        else:
+            assert torch.equal(rounded.values.float(), expected.values.float())
+            assert torch.equal(rounded.unit_GT, expected.unit_GT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

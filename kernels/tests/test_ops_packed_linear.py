@@ -255,8 +255,12 @@ def test_gradients_pass_as_if_inputs_were_not_rounded(draw: Draw) -> None:
 def test_norms_round_what_they_write(draw: Draw, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (draw(*shape) for shape in ((5, width), (5, width), (width,)))
     found, total = add_rms_norm_rounded(x, residual, weight, 1e-5, dtype, give=True)
-    normed, expected_total = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(normed, found.given_TI)
+    expected, expected_total = add_rms_norm(x, residual, weight, 1e-5)
+    normed = found.given_TI
+    assert normed is not None
+    # Beside stores of bytes, squares are added in another order.
+    torch.testing.assert_close(normed, expected, rtol=2**-6, atol=1e-5)
+    assert GPU or torch.equal(normed, expected)
     assert torch.equal(total, expected_total)
     assert (found.values.shape[1], found.dtype) == (width, x.dtype)
     unit = normed.float().abs().amax(1) / rounding.LARGEST[dtype]

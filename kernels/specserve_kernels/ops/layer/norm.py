@@ -1,7 +1,7 @@
 """Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels, V vocabulary.
 
-The number of warps depends on H alone, and with it the order of the sum: a row's result does not depend on the batch.
-Rows may be strided; their elements are contiguous.
+The order of a row's sum depends on H and on what is stored: beside 8-bit numbers a thread adds more neighbours. Neither
+depends on the batch, so a row's result does not. Rows may be strided; their elements are contiguous.
 """
 
 from __future__ import annotations
