@@ -78,9 +78,12 @@ class GatedDeltaNet(nn.Module):
 
     def projected(self, x_TH: Tensor | Rounded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and of the gate, and those of correction and decay."""
-        many_TX, few = self.in_proj_qkvz(x_TH), self.in_proj_ba
-        plain_OH = few.weight if isinstance(few, Linear) and few.is_plain else None
-        few_TX = few(x_TH) if plain_OH is None else linear_ahead(given(x_TH), plain_OH)
+        many, few, given_TH = self.in_proj_qkvz, self.in_proj_ba, given(x_TH)
+        many_TX, tokens = many(x_TH), len(given_TH)
+        if isinstance(few, Linear) and few.is_plain:
+            few_TX = linear_ahead(given_TH, few.weight)
+        else:
+            few_TX = few(x_TH if few.rounds_to(tokens) == many.rounds_to(tokens) else given_TH)
         if self.grouped:
             many_TX, few_TX = many_TX.index_select(1, self.many_X), few_TX.index_select(1, self.few_X)
         parts = self.state.parts

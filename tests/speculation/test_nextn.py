@@ -10,12 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
+from specserve_kernels import FP8, round_inputs
 
 from specserve import SamplingParams
 from specserve.layers import linear, norms
 from specserve.layers.formats.stored import StoredProjection
+from specserve.models.checkpoint import load_target
 from tests.engines import Checkpoints, Shape, answer_all, context_of, head_of, held_as_on_a_gpu, record_drafts
 from tests.reference.glm import HYBRID, make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
@@ -114,6 +117,18 @@ def test_whoever_quantizes_gives_the_same_bits(family: str, tmp_path: Path) -> N
     given = {call.args[-1] for call in rounded.call_args_list}
     assert given == {False, True}
     assert found[0] == found[1]
+
+
+def test_what_is_in_another_format_reads_unquantized_inputs(tmp_path: Path) -> None:
+    wide = make_glm(tmp_path / "wide", family="Qwen3_5", **HYBRID)
+    names = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+    path = quantize(wide, tmp_path / "target", "fp8 a tensor", projections=names)
+    with held_as_on_a_gpu():
+        net: Any = load_target(path, torch.float32, torch.device("cpu")).get_submodule("layers.0.linear_attn")
+    few, x_TH = net.in_proj_ba, torch.rand(2, net.in_proj_qkvz.inputs)
+    few.packed = few.packed._replace(values=few.packed.values.to(torch.int8))
+    *_, b_TV, a_TV = net.projected(round_inputs(x_TH, FP8)._replace(given_TI=x_TH))
+    assert torch.equal(torch.cat([b_TV, a_TV], 1), few(x_TH))
 
 
 @pytest.mark.parametrize(
