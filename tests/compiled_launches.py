@@ -451,7 +451,7 @@ def launch_drafted(
 def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) -> None:
     """Prompts, in an eager chunk and in the sizes that are captured, then these steps. Pages and tokens are all 0."""
     runner.prefill(Prefill([Row(0, PLAIN, 20, [0] * 20)]))
-    for size in sizes_within(512):
+    for size in sizes_within(512, 512):
         short_prefill(runner.context, size, torch.tensor(size.pack([], runner.context.state.dummy)))
     for params, shape in steps:
         runner.step(Step([Row(0, params, 20)], shape))

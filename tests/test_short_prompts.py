@@ -161,12 +161,14 @@ def test_what_fits() -> None:
     assert size_for([20, 30], PROMPT_SIZES) == size_for([16] * 4, PROMPT_SIZES) == PromptSize(4, 64)
     assert size_for([5] * 9, PROMPT_SIZES) == size_for([16] * 16, PROMPT_SIZES) == PromptSize(16, 256)
     assert size_for([1] * 17, PROMPT_SIZES) is None
-    assert sizes_within(40) == [PromptSize(1, 16)]
-    assert sizes_within(65) == [PromptSize(1, 16)]
-    assert sizes_within(66) == [size for size in PROMPT_SIZES if size.longest == MAX_NODES]
-    assert sizes_within(130)[-2:] == [PromptSize(8, 128, longest=128), PromptSize(16, 256)]
-    assert sizes_within(514)[-1] == PromptSize(16, 512, longest=512)
-    assert sizes_within(2050) == list(PROMPT_SIZES)
+    assert sizes_within(40, 8192) == [PromptSize(1, 16)]
+    assert sizes_within(65, 8192) == [PromptSize(1, 16)]
+    assert sizes_within(66, 8192) == [size for size in PROMPT_SIZES if size.longest == MAX_NODES]
+    assert sizes_within(130, 8192)[-2:] == [PromptSize(8, 128, longest=128), PromptSize(16, 256)]
+    assert sizes_within(514, 8192)[-1] == PromptSize(16, 512, longest=512)
+    assert sizes_within(2050, 8192) == list(PROMPT_SIZES)
+    assert sizes_within(2050, 600)[-1] == PromptSize(16, 640, longest=640)
+    assert sizes_within(2050, 512)[-1] == PromptSize(16, 512, longest=512)
 
 
 def test_padding_takes_what_is_left() -> None:

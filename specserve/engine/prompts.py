@@ -84,9 +84,12 @@ PROMPT_SIZES = (
 """Cheapest first. A cached prompt leaves at most a page to compute, 16 tokens by default."""
 
 
-def sizes_within(context_length: int) -> list[PromptSize]:
-    """Return the sizes whose padding fits a context: its runs begin at position 1 and are followed by one entry."""
-    return [size for size in PROMPT_SIZES if min(size.tokens, size.longest) + 2 <= context_length]
+def sizes_within(context_length: int, chunk: int) -> list[PromptSize]:
+    """Return the sizes that launches of up to ``chunk`` tokens need and whose padding fits a context: its runs begin at
+    position 1 and are followed by one entry."""
+    most = min((size.tokens for size in PROMPT_SIZES if size.tokens >= chunk), default=chunk)
+    sizes = [size for size in PROMPT_SIZES if size.tokens <= most]
+    return [size for size in sizes if min(size.tokens, size.longest) + 2 <= context_length]
 
 
 def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize | None:

@@ -179,7 +179,8 @@ def capture_graphs(config: EngineConfig, plan: ShapePlan, context: Context, rank
         return Graphs({})
     ranks.least(0)  # rank 0 has had its kernels compiled, and others find them in the cache
     phase.enter("capturing CUDA graphs")
-    return Graphs.capture(context, captured, sizes_within(config.context_length), ranks)
+    sizes = sizes_within(config.context_length, config.chunked_prefill_size)
+    return Graphs.capture(context, captured, sizes, ranks)
 
 
 def assemble(

@@ -148,7 +148,7 @@ def launch_all(config: EngineConfig) -> None:
     for shape in shapes:
         view = View.of(context, _integers(shape.slots), capacity - shape.max_nodes, Needs(), logits_XV)
         step(context, view, shape)
-    for size in sizes_within(config.context_length):
+    for size in sizes_within(config.context_length, config.chunked_prefill_size):
         short_prefill(context, size, _integers(len(size.pack([], context.state.dummy))))
 
 
