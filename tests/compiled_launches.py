@@ -242,7 +242,7 @@ class Compiler:
         self._run = JITFunction.run
         self._add_stages = CUDABackend.add_stages
         self._begun: set[str] = set()
-        self._last = self._ttgir = ""
+        self._last = self._ttgir = self._before = ""
         self._launches = 0
         self._first: dict[range, int] = {}
         self._holders: dict[range, range] = {}
@@ -289,14 +289,16 @@ class Compiler:
         )
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
-        """What of all that this launch reads early was first given to the launch before, which therefore made it."""
+        """What of all that this launch reads early was first given to the launch before, which therefore made it, or to
+        the one before that, if the launch before let this one in without waiting."""
         given = {param.name: places_of(arg) for param, arg in zip(kernel.params, args, strict=False)}
         self._launches += 1
-        hasty = None
+        hasty, earliest = None, self._launches - (2 if self._before == "_linear_ahead_kernel" else 1)
+        self._before = kernel.__name__
         for name in READ_EARLY.get(kernel.__name__, ()):
             for place in given.pop(name):
                 first = self._first.setdefault(self._holder(place), 0)  # what nobody was given is the host's
-                if first == self._launches - 1 > 0:
+                if first >= max(earliest, 1):
                     hasty = name
         for place in itertools.chain.from_iterable(given.values()):
             self._first.setdefault(place, self._launches)
