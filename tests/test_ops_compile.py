@@ -183,9 +183,10 @@ def test_what_is_read_too_early_is_found() -> None:
     assert compiler._hasty(grow, (rows[1, 6:], rest)) == "length_ptr"
     assert compiler._hasty(grow, (rows[1], rest)) is None
     assert compiler._hasty(grow, (host, rest)) is None
-    ahead, made = kernel(__name__="_linear_ahead_kernel", params=[]), torch.zeros(8)
+    own = [kernel(name="x_ptr"), kernel(name="weight_ptr")]
+    ahead, made = kernel(__name__="_linear_ahead_kernel", params=own), torch.zeros(8)
     assert compiler._hasty(other, (rest, made)) is None
-    assert compiler._hasty(ahead, ()) is None
+    assert compiler._hasty(ahead, (host, host)) is None
     assert compiler._hasty(grow, (made, rest)) == "length_ptr"
     assert compiler._hasty(grow, (made, rest)) is None
 
