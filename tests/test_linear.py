@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from specserve_kernels import Gate
+from specserve_kernels import Gate, linear_ahead
 from torch import nn
 
 from specserve.layers.config import LayerConfig
@@ -95,28 +95,30 @@ def test_what_is_trained_on_a_gpu_has_gradients() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "gated"),
+    ("outputs", "inputs", "gated", "biased"),
     [
-        *((6144, 4096, None), (4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None)),
-        (30720, 3840, "gelu_tanh"),
+        *((outputs, inputs, None, False) for outputs, inputs in ((6144, 4096), (4096, 4096), (4096, 14336))),
+        *((outputs, inputs, None, False) for outputs, inputs in ((128256, 4096), (384, 256), (256, 768))),
+        *((28672, 4096, "silu", False), (30720, 3840, "gelu_tanh", False), (1536, 256, "silu", False)),
         *(
-            (128256, 4096, None),
-            (384, 256, None),
-            (1536, 256, "silu"),
-            (256, 768, None),
-            (2304, 3072, None),
+            (2304, 3072, None, False),
+            (96, 5120, None, False),
+            (2880, 4096, None, True),
+            (5120, 5120, None, True),
         ),
     ],
 )
-def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: Gate) -> None:
+def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: Gate, biased: bool) -> None:
     add_in_order()
     draws = torch.Generator("cuda").manual_seed(0)
     most = 8192 if outputs < 100_000 else 512
     x = torch.randn(most, inputs, device="cuda", generator=draws).bfloat16()
     weight = (torch.randn(outputs, inputs, device="cuda", generator=draws) / inputs**0.5).bfloat16()
-    layer = Linear.of(weight)
+    layer = Linear.of(weight, x[0, :outputs].clone() if biased else None)
     right = torch.cat([layer(x[i : i + 1], gated) for i in range(40)])
     sizes = [*range(2, 40), 48, 63, 64, 65, 96, 97, 100, 127, 128, 129, 200, 256, 300, 511, 512]
     for tokens in [*sizes, *(n for n in (640, 777, 1024, 1500, 2048, 3000, 4096, 8192) if n <= most)]:
         count = min(tokens, 40)
         assert torch.equal(layer(x[:tokens], gated)[:count], right[:count]), tokens
+        if outputs < 128:
+            assert torch.equal(linear_ahead(x[:tokens], weight)[:count], right[:count]), tokens
