@@ -56,16 +56,13 @@ def test_prefill() -> None:
 
 
 def test_the_controller() -> None:
-    gains, shares = [], []
+    shares = []
     for each in figures("adaptive_h200"):
         speed = {policy: run["tokens_per_second"] for policy, run in each["policies"].items()}
         best = max(value for policy, value in speed.items() if policy != "adaptive")
-        gains.append(f"{speed['adaptive'] / speed['off']:.2f}")
-        shares.append(f"{speed['adaptive'] / best:.2f}")
-    assert rows("times plain decoding|of the best of six fixed shapes") == [
-        ["times plain decoding", *gains],
-        ["of the best of six fixed shapes", *shares],
-    ]
+        shares.append(speed["adaptive"] / best)
+    words = f"{min(shares):.2f} to {max(shares):.2f} times the tokens a second of the best"
+    assert words in " ".join(PERFORMANCE.split())
 
 
 def test_over_http() -> None:
