@@ -4,6 +4,7 @@ and the kernel on a CPU under Triton's interpreter and on a GPU."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from tests.bounds import OutOfBounds
 
 pytest.importorskip("triton")
+from specserve_kernels.ops.device import H200
 from specserve_kernels.ops.recurrent import delta_rule as delta_rule_ops
 from specserve_kernels.ops.recurrent import inputs as inputs_ops
 
@@ -266,10 +268,15 @@ def test_kernel(state: torch.dtype, begin: int, tolerance: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("state", "entry", "block"), [(torch.float32, torch.bfloat16, 32), (torch.bfloat16, torch.float32, 16)]
-)  # each compiles six kernels, for 10 to 20 seconds
-def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, block: int) -> None:
-    """One row against sixteen, trees against chains, folds within a verification against those at commit."""
+)  # each compiles six to eight kernels, for 10 to 20 seconds
+def test_kernel_on_a_gpu(
+    state: torch.dtype, entry: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row against sixteen, trees against chains, folds within a verification against those at commit, programs that
+    are few against those of a larger batch."""
     torch.manual_seed(0)
+    processors = cycle((H200.processors, 0))
+    monkeypatch.setattr(delta_rule_ops, "limits_of", lambda _: H200._replace(processors=next(processors)))
     sizes = Sizes(block, WHOLE.keys, WHOLE.values, WHOLE.key, WHOLE.value)
     layer = Layer(ops, sizes, (state, entry))
     assert check_passes(layer, 200, 0, [1, 16, 17, 100, 200], trees=100, nodes=64) < 5e-2
