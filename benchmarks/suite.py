@@ -57,7 +57,7 @@ def commands(pair: Path, results: Path, quantizations: Sequence[str] = ("none",)
         "steps": rounded("steps single_stream", random),
         "prefill": rounded("steps prefill", random_target),
         "adaptive": [run("adaptive", trained, "adaptive_h200")],
-        "changing_load": [run("changing_load", trained, "changing_load", "--plot")],
+        "changing_load": [run("changing_load", trained, "changing_load")],
         "long_context": [run("adaptive long_context", trained, "long_context")],
         "mixed_batch": [run("changing_load mixed_batch", trained, "mixed_batch")],
         "dynamic_map": [run("dynamic_map", map_of, "dynamic_map_h200")],
