@@ -258,9 +258,10 @@ def test_reference(state: torch.dtype, entry: torch.dtype, tolerance: float, tre
 @pytest.mark.parametrize(
     ("state", "begin", "tolerance"), [(torch.float32, 30, 1e-5), (torch.bfloat16, 34, 2e-2)]
 )
-def test_kernel(state: torch.dtype, begin: int, tolerance: float) -> None:
-    """Across borders at which states are folded: 32 and 48."""
+def test_kernel(state: torch.dtype, begin: int, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across borders at which states are folded: 32 and 48. Programs that prepare prompts have several tokens."""
     torch.manual_seed(0)
+    monkeypatch.setattr(inputs_ops, "FEW", 4)
     layer = Layer(ops, INTERPRETED, (state, torch.float32))
     assert check_passes(layer, 51, begin, [30], trees=2, nodes=20) < tolerance
 
@@ -276,6 +277,7 @@ def test_kernel_on_a_gpu(
     are few against those of a larger batch."""
     torch.manual_seed(0)
     processors = cycle((H200.processors, 0))
+    monkeypatch.setattr(inputs_ops, "FEW", 64)
     monkeypatch.setattr(delta_rule_ops, "limits_of", lambda _: H200._replace(processors=next(processors)))
     sizes = Sizes(block, WHOLE.keys, WHOLE.values, WHOLE.key, WHOLE.value)
     layer = Layer(ops, sizes, (state, entry))
