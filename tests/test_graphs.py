@@ -20,6 +20,7 @@ from specserve.core import Thought
 from specserve.engine import graphs
 from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.kernels import MissingKernel
+from specserve.engine.prompts import sizes_within
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import step_shape
 from specserve.layers.ranks import ONE, Ranks
@@ -251,7 +252,7 @@ def test_too_little_memory_for_a_graph(fails: bool, ended: Exception | None) -> 
 @pytest.mark.parametrize(
     "speculation", [("NONE", None), ("NGRAM", (3, 1, 4)), ("EAGLE3", (3, 3, 8))], ids=str
 )
-def test_masked_steps_are_graphs_and_change_no_text(
+def test_masked_launches_are_graphs_and_change_no_text(
     speculation: tuple[str, tuple[int, int, int] | None],
 ) -> None:
     pytest.importorskip("llguidance")
@@ -270,6 +271,7 @@ def test_masked_steps_are_graphs_and_change_no_text(
         for i, each in enumerate(held)
     ]
     prompts = [f"User: number {index}, please.\nAssistant: " for index in range(len(params))]
+    turns = [(prompts, params), ([f"A{prompts[0]}"], params[:1]), ([f"B{prompts[3]}"], params[3:])]
     with LLM(
         dtype="float64",
         cpu_threads=1,
@@ -278,17 +280,22 @@ def test_masked_steps_are_graphs_and_change_no_text(
         speculative_algorithm=algorithm,
         **settings,
     ) as llm:
-        expected = [each.token_ids for each in llm.generate(prompts, params)]
+        expected = [[each.token_ids for each in llm.generate(*turn)] for turn in turns]
         scheduler = llm.engine
         assert isinstance(scheduler, Scheduler)
         sizes = [(slots, drafting) for slots in range(1, 5) for drafting in range(slots + 1)]
         shapes = [step_shape(slots, drafted, drafting) for slots, drafting in sizes]
         with fake_graphs():
-            captured = Graphs.capture(scheduler.runner.context, list(dict.fromkeys(shapes)))
-            runner = Runner(scheduler.runner.context, captured.steps, in_parts=captured.in_parts)
+            context, lengths = scheduler.runner.context, sizes_within(128, 128)
+            captured = Graphs.capture(context, list(dict.fromkeys(shapes)), lengths)
+            runner = Runner(context, captured.steps, captured.prompts, in_parts=captured.in_parts)
             runner.masks, scheduler.runner = scheduler.runner.masks, runner
-            assert [each.token_ids for each in llm.generate(prompts, params)] == expected
+            scheduler.flush_cache()
+            assert [[each.token_ids for each in llm.generate(*turn)] for turn in turns] == expected
     assert runner.report().eager_steps == 0
+    replayed = [each.graph.replays for each in captured.prompts.values()]  # type: ignore[attr-defined]
+    assert sum(replayed) == 4, "the first turn in two launches"
+    assert replayed[0] == 2, "of a masked prompt, then of a free one"
     assert captured.parted
     for parted in captured.parted.values():
         assert parted is not None

@@ -45,7 +45,7 @@ class Eager:
     def __init__(self, context: Context, size: PromptSize, ran: Counter[PromptSize]) -> None:
         self._context, self._size, self._ran = context, size, ran
 
-    def replay(self, runs: Sequence[Run], dummy: int) -> PrefillResult:
+    def replay(self, runs: Sequence[Run], dummy: int, words_BW: None) -> PrefillResult:
         self._ran[self._size] += 1
         result = short_prefill(self._context, self._size, torch.tensor(self._size.pack(runs, dummy)))
         assert self._context.state.slots.length[dummy] == 1

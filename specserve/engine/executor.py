@@ -169,10 +169,10 @@ class Executor:
         """Replay the captured launch of this size; None if there is none."""
         rows = command.rows
         size = size_for([len(row.tokens) for row in rows], list(self._prompts))
-        if size is None or command.words is not None or any(row.scored for row in rows):
+        if size is None or any(row.scored for row in rows):
             return None
         runs = [Run(row.slot, row.tokens, row.final) for row in rows]
-        return self._prompts[size].replay(runs, self.context.state.dummy)
+        return self._prompts[size].replay(runs, self.context.state.dummy, command.words)
 
     def _run_prompts(self, command: Prefill) -> PrefillResult:
         rows = command.rows

@@ -94,16 +94,25 @@ class PartedGraph:
 
 @dataclass(frozen=True, slots=True)
 class PromptGraph:
-    """A prompt launch captured for ``size``. ``numbers``: its input."""
+    """A prompt launch captured for ``size``. ``numbers`` and ``words_BW``: its input; ``masked``: how many of the masks
+    forbid something, if any do."""
 
     size: PromptSize
     graph: torch.cuda.CUDAGraph
     numbers: Tensor
+    words_BW: Tensor
     result: PrefillResult
+    masked: list[int] = field(default_factory=list)
 
-    def replay(self, runs: Sequence[Run], dummy: int) -> PrefillResult:
-        packed = torch.tensor(self.size.pack(runs, dummy), pin_memory=True)
+    def replay(self, runs: Sequence[Run], dummy: int, words_BW: Tensor | None = None) -> PrefillResult:
+        """``words_BW``: on the host, of the runs."""
+        packed = torch.tensor(self.size.pack(runs, dummy), pin_memory=self.numbers.is_cuda)
         self.numbers.copy_(packed, non_blocking=True)
+        if self.masked:
+            self.words_BW[: self.masked.pop()] = -1
+        if words_BW is not None:
+            self.words_BW[: len(words_BW)].copy_(words_BW)
+            self.masked.append(len(words_BW))
         self.graph.replay()
         return self.result
 
@@ -218,8 +227,11 @@ class _Maker:
 
     @cached_property
     def _words_XW(self) -> Tensor:
+        return self._all_allowed(len(self._logits_XV))
+
+    def _all_allowed(self, rows: int) -> Tensor:
         words = -(-self._context.vocab_size // 32)
-        return torch.full((len(self._logits_XV), words), -1, dtype=torch.int32, device=self._logits_XV.device)
+        return torch.full((rows, words), -1, dtype=torch.int32, device=self._logits_XV.device)
 
     @cached_property
     def _copies(self) -> torch.cuda.Stream:
@@ -260,8 +272,9 @@ class _Maker:
     def prompts(self, size: PromptSize) -> PromptGraph:
         state = self._context.state
         numbers = to_device(size.pack([], state.dummy), state.device)
-        graph, result = self._capture(lambda: short_prefill(self._context, size, numbers))
-        return PromptGraph(size, graph, numbers, result)
+        words_BW = self._all_allowed(size.all_runs)
+        graph, result = self._capture(lambda: short_prefill(self._context, size, numbers, words_BW))
+        return PromptGraph(size, graph, numbers, words_BW, result)
 
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Capture a launch. What is made once, kernels and cached tensors, can't be made during a capture: if something

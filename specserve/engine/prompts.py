@@ -10,7 +10,7 @@ Shapes: B runs, padding included, T tokens of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from specserve_kernels import MAX_NODES
@@ -97,10 +97,13 @@ def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize |
     return next((size for size in sizes if size.holds(counts)), None)
 
 
-def short_prefill(context: Context, size: PromptSize, numbers: Tensor) -> PrefillResult:
-    """Run a launch of ``size`` with the inputs ``numbers``, whatever the requests' lengths. The dummy row's length
-    stays 1; the rest of the row is never read."""
+def short_prefill(
+    context: Context, size: PromptSize, numbers: Tensor, words_BW: Tensor | None = None
+) -> PrefillResult:
+    """Run a launch of ``size`` with the inputs ``numbers``, whatever the requests' lengths, and masks of all runs'
+    first tokens, as in ``hold``. The dummy row's length stays 1; the rest of the row is never read."""
     rows_B, chunks = size.unpack(numbers)
+    chunks = replace(chunks, words_BW=words_BW)
     slots = context.state.slots
     capacity = slots.pages.shape[2] * context.pool.page_size
     result = prefill(context, View.of(context, rows_B, capacity, Needs()), chunks)
