@@ -191,7 +191,7 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
         ("P_EAGLE", [], "_pair_inputs_kernel"),
         ("of 4 bits", [], "_packed_linear_kernel"),
         ("NGRAM", ["--tensor-parallel-size", "2"], "_join_kernel"),
-        ("LOOKAHEAD", ["--tensor-parallel-size", "4"], "_sum_kernel"),
+        ("LOOKAHEAD", ["--tensor-parallel-size", "4", "--context-length", "256"], "_sum_kernel"),
     ]
     shared = ["--dtype", "bfloat16", "--max-running-requests", "1", "--skip-tokenizer-init"]
     shared += ["--context-length", "64"]
