@@ -150,7 +150,7 @@ METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
 ELSEWHERE = {"draft_model": "STANDALONE", "ngram_gpu": "NGRAM"}
-"""Names by vLLM's."""
+"""vLLM's names of methods, and ours."""
 
 
 def register(method: Method) -> Method:

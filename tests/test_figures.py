@@ -80,7 +80,7 @@ def test_over_http() -> None:
                 continue
             plain, drafted = each["plain"], each["adaptive"]
             high = "p99" if "p99" in plain["tpot_ms"] else "p95"
-            slower = [drafted[each][high] / plain[each][high] for each in ("tpot_ms", "end_to_end_ms")]
+            slower = [drafted[kind][high] / plain[kind][high] for kind in ("tpot_ms", "end_to_end_ms")]
             tokens = f"{drafted['tokens_per_second']:,.0f} ({drafted['ratio']:.2f})"
             if load == "plain":
                 assert cell == f"{plain['tokens_per_second']:,.0f}"

@@ -71,9 +71,14 @@ def of_vllm(raw: Any, label: str) -> dict[str, Value]:
     return values
 
 
+def asking(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that ask for acceptance to be drawn: 0 and less turn it off."""
+    return [name for name in MEANS if (text := environ.get(name, "").strip("0. ")) and text[0] != "-"]
+
+
 def simulated(environ: Mapping[str, str]) -> str | None:
-    """Return the mean of tokens a step that a variable asks for, None if none is above 0. Raises ValueError."""
-    on = [name for name in MEANS if (text := environ.get(name, "").strip("0. ")) and text[0] != "-"]
+    """Return the mean of tokens a step that a variable asks for, None if none does. Raises ValueError."""
+    on = asking(environ)
     means = [_mean(environ[name], name, MEANS[name]) for name in on]
     if len(on) > 1:
         raise ValueError(f"{' and '.join(on)} are both set; set one")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from specserve.config.declare import Setting, convert, flag_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
-from specserve.config.peers import DRAWN, KEYS, MEANS, VLLM, of_vllm, simulated
+from specserve.config.peers import DRAWN, KEYS, VLLM, asking, of_vllm, simulated
 from specserve.config.settings import GROUPS, SETTINGS, Settings
 
 PREFIX = "SPECSERVE_"
@@ -82,7 +82,7 @@ def unused(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Note
     note = f"{', '.join(variables)}: not read: Kubernetes makes such variables for a Service"
     notes |= {note: CHOSEN} if variables else {}
     drawn = f"is read as {flag_of(DRAWN)}, unless that is given"
-    return notes | {f"{name} {drawn}": CHOSEN for name in MEANS if environ.get(name)}
+    return notes | {f"{name} {drawn}": CHOSEN for name in asking(environ)}
 
 
 _LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")

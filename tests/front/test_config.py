@@ -146,6 +146,7 @@ def test_how_other_servers_are_told_to_speculate(tmp_path: Path) -> None:
     assert [*unused([], {"SGLANG_SIMULATE_ACC_LEN": "3"})] == [
         "SGLANG_SIMULATE_ACC_LEN is read as --speculative-synthetic-acceptance, unless that is given"
     ]
+    assert unused([], {"SGLANG_SIMULATE_ACC_LEN": "0"}) == {}
 
 
 @pytest.mark.parametrize(
