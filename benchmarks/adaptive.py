@@ -18,6 +18,8 @@ import specserve.models.read_config
 import specserve.process.assemble
 from benchmarks.closed_loop import NONE, ClosedLoop, Step, endless, forced_levels
 from benchmarks.common import (
+    ADAPTIVE,
+    eagle3_settings,
     load_options,
     make_prompts,
     parse_load,
@@ -84,10 +86,7 @@ def adaptive_llm(
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "max_running_requests": batch,
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": args.eagle3,
-        "speculative_adaptive": True,
-    }
+    } | eagle3_settings(ADAPTIVE, args.eagle3)
     with (
         patch.object(specserve.process.assemble, "shape_plan", wider),
         patch.object(specserve.process.assemble, "Runner", MeteredRunner),
