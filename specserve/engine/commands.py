@@ -96,6 +96,12 @@ class Measure(msgspec.Struct, tag=True, frozen=True):
     length: int
 
 
+class CatchUp(msgspec.Struct, tag=True, frozen=True):
+    """Make the drafter process what steps without drafts have left of these slots."""
+
+    slots: Sequence[int]
+
+
 class SetPredictions(msgspec.Struct, tag=True, frozen=True):
     """Replace the predicted texts of some slots, before the next step."""
 
@@ -121,9 +127,8 @@ class SetContinuations(msgspec.Struct, tag=True, frozen=True):
     continuations: Sequence[Continuation]
 
 
-Change = (
-    Admit | SetPages | CopyStates | SetPredictions | SetDraftRows | SetDraftTemperatures | SetContinuations
-)
+_SetDrafts = SetPredictions | SetDraftRows | SetDraftTemperatures | SetContinuations
+Change = Admit | SetPages | CopyStates | CatchUp | _SetDrafts
 """What only writes state, before the next launch."""
 Command = Change | Measure | Prefill | Step | Begin | Settle
 

@@ -18,6 +18,7 @@ from specserve.core import SamplingParams
 from specserve.engine.commands import (
     Admit,
     Begin,
+    CatchUp,
     Change,
     Command,
     CopyStates,
@@ -66,17 +67,19 @@ class Executor:
     def __init__(
         self,
         context: Context,
-        graphs: Mapping[StepShape, StepGraph],
+        graphs: Mapping[StepShape, StepGraph[StepResult]],
         prompts: Mapping[PromptSize, PromptGraph] | None = None,
         in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
+        catch_ups: Mapping[int, StepGraph[None]] | None = None,
     ) -> None:
         """``graphs``: captured steps. ``prompts``: captured prompt launches. ``in_parts`` returns steps captured in
-        parts. All others run eagerly."""
+        parts. ``catch_ups``: a drafter's captured ``catch_up``, by slots. All others run eagerly."""
         self.context = context
         self._eager_steps = 0
         self._graphs = graphs
         self._prompts = prompts or {}
         self._in_parts = in_parts
+        self._catch_ups = catch_ups or {}
         self._begun: Begun | None = None
 
     @torch.inference_mode()
@@ -124,6 +127,8 @@ class Executor:
                 state.set_pages(command.runs)
             case CopyStates():
                 self._copy_states(command)
+            case CatchUp():
+                self._catch_up(command.slots)
             case SetPredictions():
                 state.set_predictions(command.due)
             case SetDraftRows():
@@ -142,6 +147,13 @@ class Executor:
                 states.copy(slot, snapshots, number - 1)
             else:
                 snapshots.copy(number - 1, states, slot)
+
+    def _catch_up(self, slots: Sequence[int]) -> None:
+        context, size = self.context, min((size for size in self._catch_ups if size >= len(slots)), default=0)
+        if size:
+            self._catch_ups[size].replay([*slots, *[context.state.dummy] * (size - len(slots))])
+        else:
+            context.drafter.catch_up(context, View.of(context, self._tensor(slots), 0, Needs()))
 
     @torch.inference_mode()
     def measure(self, command: Measure) -> float:

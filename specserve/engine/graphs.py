@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from specserve_kernels import Tree
@@ -42,21 +42,22 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class StepGraph:
-    """A captured step. ``rows_B``: its input, the slots; ``slots``: the values last written there."""
+class StepGraph(Generic[Result]):
+    """A captured step, or a drafter's ``catch_up``. ``rows_B``: its input, the slots; ``slots``: the values last
+    written there."""
 
     graph: torch.cuda.CUDAGraph
     rows_B: Tensor
-    result: StepResult
+    result: Result
     slots: list[int] = field(default_factory=list)
 
-    def replay(self, slots: Sequence[int]) -> StepResult:
+    def replay(self, slots: Sequence[int]) -> Result:
         if self.slots != slots:
             self.rows_B.copy_(torch.tensor(slots, pin_memory=self.rows_B.is_cuda), non_blocking=True)
             self.slots[:] = slots
         return self.run()
 
-    def run(self) -> StepResult:
+    def run(self) -> Result:
         """Replay it for the slots of the last replay."""
         self.graph.replay()
         return self.result
@@ -67,7 +68,7 @@ class PartedGraph:
     """A step captured as its three parts. The masks ``words_TW`` of the last part are copied on a separate ``stream``
     while the target runs."""
 
-    drafted: StepGraph
+    drafted: StepGraph[StepResult]
     verified: torch.cuda.CUDAGraph
     settled: torch.cuda.CUDAGraph
     tree: Tree
@@ -121,8 +122,9 @@ class PromptGraph:
 class Graphs:
     """All captured graphs, and what capturing them took. ``left``: steps that there was no time for."""
 
-    steps: dict[StepShape, StepGraph]
+    steps: dict[StepShape, StepGraph[StepResult]]
     prompts: dict[PromptSize, PromptGraph] = field(default_factory=dict)
+    catch_ups: dict[int, StepGraph[None]] = field(default_factory=dict)
     seconds: float = 0.0
     memory_bytes: int = 0
     left: list[StepShape] = field(default_factory=list)
@@ -169,12 +171,16 @@ class Graphs:
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes), ranks)
-        steps: dict[StepShape, StepGraph] = {}
+        steps: dict[StepShape, StepGraph[StepResult]] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
+        catch_ups: dict[int, StepGraph[None]] = {}
         with _no_collection():
             for size in reversed(sizes):
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
+            for slots in sorted({shape.slots for shape in shapes} if context.drafter.needs.deferred else ()):
+                if (caught := maker.try_capture(slots, maker.catch_up)) is not None:
+                    catch_ups[slots] = caught
             largest = max(shapes, key=lambda shape: (shape.nodes, shape.levels))
             others = [shape for shape in shapes if shape != largest]
             left = [largest, *sorted(others, key=lambda s: (s.nodes > s.slots, s.nodes, s.levels))]
@@ -197,7 +203,7 @@ class Graphs:
             log.warning("%d of %d step shapes have no CUDA graph and run eagerly", lost, len(shapes))
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
-        count = len(steps) + len(prompts)
+        count = len(steps) + len(prompts) + len(catch_ups)
         log.info(
             "captured %d CUDA graphs in %.1f s, %.2f GiB; %d ran first",
             count,
@@ -205,7 +211,7 @@ class Graphs:
             taken / 2**30,
             maker.ran,
         )
-        return cls(steps, prompts, seconds, taken, left, maker)
+        return cls(steps, prompts, catch_ups, seconds, taken, left, maker)
 
 
 class _Maker:
@@ -246,13 +252,20 @@ class _Maker:
             torch.cuda.empty_cache()
             return None
 
-    def step(self, shape: StepShape) -> StepGraph:
-        rows_B = self._rows(shape)
+    def catch_up(self, slots: int) -> StepGraph[None]:
+        context, rows_B = self._context, self._rows(slots)
+        graph, _ = self._capture(
+            lambda: context.drafter.catch_up(context, View.of(context, rows_B, 0, Needs()))
+        )
+        return StepGraph(graph, rows_B, None)
+
+    def step(self, shape: StepShape) -> StepGraph[StepResult]:
+        rows_B = self._rows(shape.slots)
         graph, result = self._capture(lambda: step(self._context, self._view(rows_B, shape), shape))
         return StepGraph(graph, rows_B, result)
 
     def parts(self, shape: StepShape) -> PartedGraph:
-        context, rows_B, words_TW = self._context, self._rows(shape), self._words_XW[: shape.nodes]
+        context, rows_B, words_TW = self._context, self._rows(shape.slots), self._words_XW[: shape.nodes]
         first, drafted = self._capture(lambda: draft(context, self._view(rows_B, shape), shape))
         first.replay()  # writes the second part's inputs, in case it runs eagerly
         second, verified = self._capture(lambda: verify(context, drafted))
@@ -261,9 +274,9 @@ class _Maker:
         begun = StepGraph(first, rows_B, result)
         return PartedGraph(begun, second, third, drafted.tree, words_TW, self._copies)
 
-    def _rows(self, shape: StepShape) -> Tensor:
+    def _rows(self, slots: int) -> Tensor:
         state = self._context.state
-        return torch.full((shape.slots,), state.dummy, dtype=torch.int64, device=state.device)
+        return torch.full((slots,), state.dummy, dtype=torch.int64, device=state.device)
 
     def _view(self, rows_B: Tensor, shape: StepShape) -> View:
         longest = self._capacity - shape.max_nodes

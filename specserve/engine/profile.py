@@ -20,7 +20,7 @@ from specserve.speculation.context import Context, View
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
-from specserve.speculation.step import step
+from specserve.speculation.step import StepResult, step
 
 REPEATS = 2  # the fastest counts: the first replay of a graph also uploads it
 _EAGER_SIZES = (1, 4, 16, 64)
@@ -73,7 +73,7 @@ def measure_graphs(
     return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
 
 
-def replay_seconds(context: Context, shape: StepShape, graph: StepGraph) -> float:
+def replay_seconds(context: Context, shape: StepShape, graph: StepGraph[StepResult]) -> float:
     """Return the seconds of a captured step."""
     rows = _rows(context, shape.slots)
 

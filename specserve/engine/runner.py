@@ -12,6 +12,7 @@ from specserve.constraints.masks import Masks
 from specserve.engine.commands import (
     Admit,
     Begin,
+    CatchUp,
     Change,
     Command,
     CopyStates,
@@ -30,6 +31,7 @@ from specserve.engine.prompts import PromptSize
 from specserve.layers.ranks import Ranks
 from specserve.speculation.context import Context
 from specserve.speculation.shape import StepShape
+from specserve.speculation.step import StepResult
 
 MOST_DUE = 64  # most tokens of forced text
 
@@ -65,18 +67,21 @@ class Runner(Executor):
     def __init__(
         self,
         context: Context,
-        graphs: Mapping[StepShape, StepGraph],
+        graphs: Mapping[StepShape, StepGraph[StepResult]],
         prompts: Mapping[PromptSize, PromptGraph] | None = None,
-        capture_next: Callable[[], bool] | None = None,
         in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
+        catch_ups: Mapping[int, StepGraph[None]] | None = None,
+        capture_next: Callable[[], bool] | None = None,
         followers: Followers | None = None,
     ) -> None:
         """Arguments as for ``Executor``. ``capture_next`` captures one more step; None: none was left for idle
         times."""
-        super().__init__(context, graphs, prompts, in_parts)
+        super().__init__(context, graphs, prompts, in_parts, catch_ups)
         self.capture_next = capture_next
         self.followers = followers
         self.masks = Masks()
+        self._behind: dict[int, int] = {}  # steps without drafts of a slot that its drafter has not processed
+        self._given_up: list[int] = []  # slots of which the same is true
 
     def report(self) -> Report:
         drafter = self.context.drafter
@@ -92,12 +97,29 @@ class Runner(Executor):
 
     def change(self, command: Change) -> None:
         match command:
-            case SetPages(runs=[]) | CopyStates(pairs=[]):
+            case SetPages(runs=[]) | CopyStates(pairs=[]) | CatchUp(slots=[]):
                 return
             case Admit():
                 self.masks.admit(command.rows)
+        if isinstance(command, Admit | SetPages):
+            due, self._given_up = self._given_up, []
+            self.change(CatchUp(due))
         self._send(command)
         super().change(command)
+
+    def give_up(self, slot: int) -> None:
+        """Note that a request leaves a slot: its drafter will catch up before pages change hands."""
+        if self._behind.pop(slot, 0):
+            self._given_up.append(slot)
+
+    def _keep_up(self, rows: Sequence[Row], shape: StepShape) -> None:
+        """Make the drafter catch up before a step that drafts, or if it can't leave another."""
+        most, behind = self.context.drafter.needs.deferred, self._behind
+        slots = [row.slot for row in rows]
+        if shape.depth or any(behind.get(slot) == most for slot in slots):
+            self.change(CatchUp([slot for slot in slots if behind.pop(slot, 0)]))
+        if most and not shape.depth:
+            behind.update((slot, behind.get(slot, 0) + 1) for slot in slots)
 
     def measure(self, command: Measure) -> float:
         self._send(command)
@@ -114,10 +136,12 @@ class Runner(Executor):
         if any(row.masked for row in command.rows):
             self.begin(Begin(command.rows, command.shape))
             return self._settle(command.rows)
+        self._keep_up(command.rows, command.shape)
         self._send(command)
         return super().step(command)
 
     def begin(self, command: Begin) -> None:
+        self._keep_up(command.rows, command.shape)
         self._send(command)
         super().begin(command)
 

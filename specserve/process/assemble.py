@@ -155,7 +155,8 @@ def _create(
     before_launch()
     graphs = capture_graphs(config, plan, context, ranks)
     capture_next = graphs.capture_next if graphs.left else None
-    runner = Runner(context, graphs.steps, graphs.prompts, capture_next, graphs.in_parts, followers)
+    launches = graphs.steps, graphs.prompts, graphs.in_parts, graphs.catch_ups
+    runner = Runner(context, *launches, capture_next, followers)
     if config.device == "cuda":
         phase.enter("warming up")
         runner.warm_up(config.longest_launch)

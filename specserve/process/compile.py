@@ -148,6 +148,8 @@ def launch_all(config: EngineConfig) -> None:
     for shape in shapes:
         view = View.of(context, _integers(shape.slots), capacity - shape.max_nodes, Needs(), logits_XV)
         step(context, view, shape)
+    for slots in {shape.slots for shape in shapes} if context.drafter.needs.deferred else ():
+        context.drafter.catch_up(context, View.of(context, _integers(slots), 0, Needs()))
     for size in sizes_within(config.context_length, config.chunked_prefill_size):
         short_prefill(context, size, _integers(len(size.pack([], context.state.dummy))))
 

@@ -405,6 +405,7 @@ class Scheduler:
             self.memory.remember(request)
         if keep and (number := self.memory.keep(request, ends=True)):
             self.runner.change(CopyStates([(request.slot, number)]))
+        self.runner.give_up(request.slot)
         self.memory.release(request)
         self.running.remove(request)
         self._free_slots.append(request.slot)

@@ -36,6 +36,9 @@ class DrafterNeeds:
     token_feature_size: int = 0  # numbers kept for each token of the pool
     kv_start: int = 0  # first position with an entry of its layers, if these run prompts
     before_windows: int = 0  # tokens before the target's windows whose entries it reads
+    deferred: int = (
+        0  # most tokens of a slot that ``commit`` leaves to ``catch_up`` after steps without drafts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,15 @@ class SlotState:
         prompts are captured, with empty runs as padding."""
 
     def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """Process the emitted tokens, also after steps without drafts, so that drafting can resume at any step. Return
-        the features ``[T, feature size]`` of which the state keeps the last accepted one, or None."""
+        """Process the emitted tokens, also after steps without drafts, so that drafting can resume at any step, unless
+        they are left to ``catch_up``. Return the features ``[T, feature size]`` of which the state keeps the last
+        accepted one, or None."""
         return None
+
+    def catch_up(self, context: Context, view: View) -> None:
+        """Process what steps without drafts have left of the batch's slots. Comes before they draft, before more than
+        ``needs.deferred`` tokens are left, and before the pages of a slot that is given up can be others'."""
+        raise AssertionError("it leaves nothing")
 
 
 class Drafter(SlotState):

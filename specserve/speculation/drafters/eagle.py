@@ -1,7 +1,8 @@
 """EAGLE, EAGLE-2, EAGLE-3 and MiMo's MTP: one decoder layer that runs autoregressively over features.
 
 The head has a single layer, so its keys and values depend on the (feature, token) pair alone: storing an entry takes
-fc, norms and two projections, and prefill needs no attention.
+fc, norms and two projections, and prefill needs no attention. Steps without drafts only keep the target's states, and
+the entries of several are stored at once: these weights are read once for all of them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from specserve.speculation.shape import StepShape
 
 log = logging.getLogger(__name__)
 
+DEFERRED = 8  # steps without drafts whose entries are stored at once
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -65,8 +68,9 @@ class EagleDrafter(Drafter):
         self._layer = target.kv_layers
         own, taps = head.config.layer, head.config.taps
         last = not taps or taps[-1] == target.num_layers
-        self.needs = DrafterNeeds(taps, last, own.hidden_size)
+        self.needs = DrafterNeeds(taps, last, own.hidden_size, deferred=DEFERRED)
         self.kv: Sequence[KVSpec] = [own.kv(head.dtype)]
+        self._sizes = max(len(taps), 1), target.hidden_size
 
     @classmethod
     def load(cls, draft: DraftSettings, target: TargetModel) -> EagleDrafter:
@@ -83,6 +87,12 @@ class EagleDrafter(Drafter):
 
     def set_rows(self, rows_R: Tensor) -> None:
         self.vocabulary.set_rows(rows_R)
+
+    def allocate(self, rows: int, device: torch.device) -> None:
+        """``_left_RDSH``: the target's states at a slot's last tokens, by position modulo DEFERRED. ``_reached_R``: the
+        position of the last entry that is stored."""
+        self._left_RDSH = torch.zeros(rows, DEFERRED, *self._sizes, dtype=self.head.dtype, device=device)
+        self._reached_R = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def scratch(self, shape: StepShape) -> int:
         """The root's entry, then those of each level but the last."""
@@ -103,6 +113,7 @@ class EagleDrafter(Drafter):
         place_B = (first_places(slots) + prompts.end_B).where(prompts.final_B, -1)
         self._store(pool, slots, prompts.next_B, last_BH, None, prompts.end_B, place_B)
         kept_RH[rows_B] = last_BH
+        self._reached_R[rows_B] = prompts.end_B
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         features_XH = context.state.slots.feature
@@ -118,18 +129,47 @@ class EagleDrafter(Drafter):
         return expand(context, view, shape, sampling, self.vocab, forward)
 
     def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """Store the entries of the emitted tokens, each with the feature of the token before it."""
+        """Store the entries of the emitted tokens, each with the feature of the token before it. Without drafts only
+        keep the states from which the features are made."""
+        slots = view.slots
+        if accepted.path_BS.shape[1] == 1:
+            last_B = slots.rows_B, slots.length_B % DEFERRED
+            for index, state_TH in enumerate(states.tapped or [states.hidden_TH]):
+                self._left_RDSH[..., index, :][last_B] = state_TH
+            return None
         features_TH = self.head.fuse(states.hidden_TH, states.tapped)
         self._store(
             context.pool,
-            view.slots,
+            slots,
             accepted.next_token_BS.flatten(),
             features_TH,
             accepted.path_BS.flatten(),
             accepted.next_position_BS.flatten(),
             accepted.next_place_BS.flatten(),
         )
+        self._reached_R[slots.rows_B] = slots.length_B + accepted.count_B
         return features_TH
+
+    def catch_up(self, context: Context, view: View) -> None:
+        """Store the entries that steps without drafts left, up to the root's."""
+        slots, table = view.slots, context.state.slots
+        reached_B = self._reached_R[slots.rows_B]
+        count_B = slots.length_B - reached_B
+        step_D = torch.arange(DEFERRED, device=count_B.device)
+        live_BD = step_D < count_B[:, None]
+        position_BD = torch.minimum(reached_B[:, None] + 1 + step_D, slots.length_B[:, None])
+        row_B1 = slots.rows_B[:, None]
+        left_NSH = self._left_RDSH[row_B1, (position_BD - 1) % DEFERRED].flatten(0, 1)
+        features_NH = self.head.fuse(left_NSH[:, 0], left_NSH.unbind(1))
+        place_BD = first_places(slots)[:, None] + position_BD
+        place_N, before_N = (place.where(live_BD, -1).flatten() for place in (place_BD, place_BD - 1))
+        token_N = table.tokens[row_B1, position_BD].flatten().long()
+        self._store(context.pool, slots, token_N, features_NH, None, position_BD.flatten(), place_N)
+        store_page_features(features_NH, slots, before_N, context.pool.page_feature)
+        first_B = torch.arange(0, live_BD.numel(), DEFERRED, device=count_B.device)
+        last_BH = features_NH[first_B + (count_B - 1).clamp(min=0)]
+        table.feature[slots.rows_B] = last_BH.where(live_BD[:, :1], table.feature[slots.rows_B])
+        self._reached_R[slots.rows_B] = torch.maximum(reached_B, slots.length_B)
 
     def _store(
         self,

@@ -81,6 +81,9 @@ class MergedDrafter(Drafter):
     def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
         return self._model.commit(context, view, accepted, states)
 
+    def catch_up(self, context: Context, view: View) -> None:
+        self._model.catch_up(context, view)
+
     def observe(self, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
         if not tree.parts:
             return None

@@ -23,6 +23,7 @@ from specserve.messages import Submit
 from specserve.process.assemble import assemble, create_context, resolve_engine, shape_policy
 from specserve.speculation.context import Context, Drafter
 from specserve.speculation.shape import StepShape
+from specserve.speculation.step import StepResult
 from specserve.tools.tune.grid import Candidate, envelope
 from specserve.tools.tune.loop import MeteredRunner, Run, closed_loop
 
@@ -54,7 +55,9 @@ class TuneEngine:
     plan: ShapePlan
     padding: Padding
     work: Work
-    _graphs: dict[tuple[bool, StepShape], StepGraph] = field(default_factory=dict)  # key True: with the draft
+    _graphs: dict[tuple[bool, StepShape], StepGraph[StepResult]] = field(
+        default_factory=dict
+    )  # key True: with the draft
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
     @classmethod
@@ -128,7 +131,7 @@ class TuneEngine:
         size = self.padding.size(batch)
         return Padding((size,) if size in self.padding.buckets else ())
 
-    def _graphs_of(self, drafted: bool) -> Mapping[StepShape, StepGraph]:
+    def _graphs_of(self, drafted: bool) -> Mapping[StepShape, StepGraph[StepResult]]:
         return {shape: graph for (kind, shape), graph in self._graphs.items() if kind == drafted}
 
     def _context(self, drafted: bool) -> Context:

@@ -1,0 +1,97 @@
+"""Drafts after steps without any, whose tokens the drafter processes later: they are the drafts that it would have made
+at once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.engine.commands import CatchUp, Change
+from specserve.engine.graphs import Graphs
+from specserve.engine.runner import Runner
+from specserve.engine.shapes import Padding, StaticShapes, step_shape
+from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.drafters.eagle import DEFERRED
+from specserve.speculation.shape import StepShape
+from tests.engines import (
+    Checkpoints,
+    answer_all,
+    answer_one,
+    assert_same_drafts,
+    by_levels,
+    check_switching,
+    context_of,
+    priced,
+    record_drafts,
+)
+from tests.test_graphs import fake_graphs
+
+DRAFTED = StaticShapes((3, 2, 6))
+FAST: dict[str, Any] = {"cpu_threads": 1, "page_size": 4, "max_running_requests": 4}
+
+
+@pytest.mark.parametrize("method", ["EAGLE", "EAGLE3"])
+def test_they_do_not_depend_on_how_many_there_were(method: str, agreeing: Checkpoints) -> None:
+    shapes = [StepShape.plain(1)] * 2 * DEFERRED + [step_shape(1, (2, 1, 3), 1)]
+    settings = agreeing.drafting(method, (2, 1, 3)) | {"dtype": "float64", "skip_tokenizer_init": True}
+    with priced(by_levels(1.0)), LLM(str(agreeing.target), max_running_requests=1, **settings) as llm:
+        assert check_switching(llm, [[5, 6, 7, 30], [30, 20, 4, 9], [12, 13, 14]], shapes, 60) > 90
+
+
+def replay(scheduler: Scheduler) -> Graphs:
+    """Make all the scheduler's launches graphs, but for prompts."""
+    context = context_of(scheduler)
+    shapes = [StepShape.plain(slots) for slots in (1, 2, 4)] + [step_shape(1, DRAFTED.speculation, 1)]
+    captured = Graphs.capture(context, shapes)
+    assert set(captured.catch_ups) == {1, 2, 4}
+    runner = Runner(context, captured.steps, {}, captured.in_parts, captured.catch_ups)
+    runner.masks, scheduler.runner = scheduler.runner.masks, runner
+    return captured
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_prefix_that_was_answered_without_drafts(graphs: bool, agreeing: Checkpoints) -> None:
+    """Requests end while others go on, at any number of tokens, and their pages become others'."""
+    rng = random.Random(0)
+    work = [
+        ([*range(5, 12), n], SamplingParams(temperature=0, max_tokens=rng.randrange(14, 40), ignore_eos=True))
+        for n in range(6)
+    ]
+    scheduler, cold = (agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST) for _ in range(2))
+    scheduler.policy = StaticShapes(None, Padding((1, 2, 4) if graphs else ()))
+    with fake_graphs():
+        captured = replay(scheduler) if graphs else Graphs({})
+        answers = answer_all(scheduler, work)
+        scheduler.policy = cold.policy = DRAFTED
+        for (prompt, _), answer in zip(work, answers, strict=True):
+            again = [*prompt, *answer.tokens, 9], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            with record_drafts() as found:
+                ours = answer_one(scheduler, *again)
+            cold.flush_cache()
+            with record_drafts() as expected:
+                theirs = answer_one(cold, *again)
+            assert ours.cached_tokens > len(again[0]) - 8
+            assert ours.tokens == theirs.tokens
+            if not graphs:
+                assert_same_drafts(found, expected)
+            assert ours.usage == theirs.usage
+    assert scheduler.runner.report().eager_steps == 0
+    assert graphs == any(each.graph.replays for each in captured.catch_ups.values())  # type: ignore[attr-defined]
+
+
+def test_entries_are_stored_for_several_steps_at_once(agreeing: Checkpoints) -> None:
+    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST)
+    scheduler.policy, sent, change = StaticShapes(None), [], scheduler.runner.change
+
+    def counting(command: Change) -> None:
+        if isinstance(command, CatchUp) and command.slots:
+            sent.append(len(command.slots))
+        change(command)
+
+    scheduler.runner.change = counting  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=4 * DEFERRED + 2, ignore_eos=True)
+    answer_all(scheduler, [([5, 6, n], params) for n in range(3)])
+    assert sent == [3] * 4
