@@ -425,6 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--new-tokens", type=int, help="mean; default: 198, fixed 256")
     add("--temperature", type=float, default=0.0)
     add("--fields", type=json.loads, default={}, help="more fields of each request, as JSON")
+    add("--seed", type=int, help="of the requests; default: the clock, so that no server has cached them")
     add("--vocab", type=int, default=32000, help="of ids, which are from its upper half")
     add("--processes", type=int, default=4, help="that the clients are spread over")
     add("--slo-ttft", type=float, default=500.0)
@@ -433,9 +434,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.prompts not in PROMPTS and not Path(args.prompts).is_file():
         parser.error(f"--prompts: text, agent, ids or a file, found {args.prompts!r}")
     rows: dict[str, dict[str, Figures]] = {}
+    begin = time.time_ns() if args.seed is None else args.seed
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for number, (name, servers) in enumerate(loads(args)):
-            rows[name] = measure(pool, servers, 10**6 * number, args)
+            rows[name] = measure(pool, servers, begin + 10**6 * number, args)
             print(table(name, rows[name]), flush=True)
     if args.output is not None:
         write_results("serving", rows, args.output)
