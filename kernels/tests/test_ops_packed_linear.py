@@ -165,6 +165,19 @@ def test_groups_that_do_not_fit_are_refused(group: int) -> None:
         pack(Kind(INT4, 3 * group, floats=True).draw(2, 384, torch.device("cpu")))
 
 
+def test_pairs_of_floats_come_to_their_places() -> None:
+    """What the instructions for a word do finds the sign and the three bits of each number where bfloat16 has them."""
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+    words = pack(Numbers(codes, torch.ones(64, 4), None, 32, floats=True)).values.view(torch.int32)
+    word = words.view(64, 4, 4).long() & 0xFFFFFFFF  # outputs, threads, thirty-twos
+    held = sum(1 << place for place in floats.PLACES[-1]) * 0x10001
+    moved = [word << by | word >> (32 - by) for by in floats.TURNS] + [(word & held) * floats.SPREAD]
+    found = torch.stack([each & 0x81C081C0 for each in moved], -1)
+    numbers = torch.stack((found, found >> 16), -1) & 0xFFFF
+    ordered = codes.view(64, 4, 4, 4, 2).permute(0, 3, 1, 2, 4).long()
+    assert torch.equal(numbers, (ordered & 7) << 6 | (ordered & 8) << 12)
+
+
 def test_scales_of_floats() -> None:
     """Within an output 24 powers of two apart, unless all of a group's numbers are 0. Those of other outputs don't
     matter."""

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from specserve_kernels.ops.pdl import INTERPRETED
-from specserve_kernels.reference.linear.floats import PLACES, TURNS
+from specserve_kernels.reference.linear.floats import PLACES, SPREAD, TURNS
 
 _COMPILED, _PLACES = tl.constexpr(not INTERPRETED), tl.constexpr(PLACES)
 
@@ -16,18 +16,11 @@ def _pairs(half: bool) -> str:
     the highest of the fraction, which is the number by a power of two, and by a factor of the first (``$9``) or second
     half of the inputs (``$10``)."""
     lines = ["{", ".reg .b32 size, sign, none;", "mov.b32 none, 0x80008000;"]
-    for number, (by, sign_by) in enumerate(TURNS):
-        lines.append(
-            f"shf.l.wrap.b32 size, $8, $8, {by};" if by > PLACES[0][0] else f"mul.lo.u32 size, $8, {1 << by};"
-        )
-        if by == sign_by:
-            lines.append("and.b32 size, size, 0x81c081c0;")
-        else:
-            lines += [
-                f"mul.lo.u32 sign, $8, {1 << sign_by};",
-                "and.b32 sign, sign, 0x80008000;",
-                "lop3.b32 size, size, 0x01c001c0, sign, 0xea;",
-            ]
+    last = sum(1 << place for place in PLACES[-1]) * 0x10001
+    ways = [f"shf.l.wrap.b32 size, $8, $8, {by};" for by in TURNS]
+    ways.append(f"and.b32 size, $8, {last}; mul.lo.u32 size, size, {SPREAD};")
+    for number, way in enumerate(ways):
+        lines += [way, "and.b32 size, size, 0x81c081c0;"]
         if half:
             lines += [
                 "shl.b32 sign, size, 3;",

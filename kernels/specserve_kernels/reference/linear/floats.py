@@ -18,10 +18,11 @@ FLOATS4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What a float of 4 bits means by its lowest three; the highest is its sign."""
 FLOAT_STEP = 128  # inputs of a step
 FLOAT_GROUPS = (16, 32)  # inputs that may share a scale
-TURNS = ((0, 0), (3, 4), (6, 6), (10, 5))
-"""By how much a word is turned left for size and sign of each pair to come to the places that they have in two bfloat16
-numbers: of all arrangements these take the fewest instructions."""
-PLACES = tuple((6 - size, 7 - size, 8 - size, 15 - sign) for size, sign in TURNS)
+TURNS = 0, 29, 26
+"""By how much a word is turned left for a pair to come to the places that it has in two bfloat16 numbers."""
+SPREAD = 1 << 3 | 1 << 8 | 1 << 14
+"""By what the last pair's bits are multiplied to come there: no turn finds them next to three others."""
+PLACES = (6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (3, 4, 0, 1)
 """Where a word has the four bits of each pair's first number, the lowest first; those of the second are 16 higher."""
 _BIAS, _LARGEST, _LEAST = 29, 30, 6  # of a scale's exponent
 SLICE = 1 << 26  # numbers packed at a time, which bounds the copies
