@@ -410,7 +410,7 @@ def _begins(count, BLOCK_P: tl.constexpr):
     """Return where each expert's pairs and tiles begin, and how many tiles there are, of ``[1, E]`` counts."""
     needed = (count + BLOCK_P - 1) // BLOCK_P
     ends = tl.cumsum((needed.to(tl.int64) << 32) + count, 1)
-    return ends.to(tl.int32) - count, (ends >> 32).to(tl.int32) - needed, (tl.max(ends) >> 32).to(tl.int32)
+    return ends.to(tl.int32) - count, (ends >> 32).to(tl.int32) - needed, tl.max((ends >> 32).to(tl.int32))
 
 
 @triton.jit
