@@ -34,13 +34,15 @@ def hide_torch() -> None:
 
 def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
     """Return the Transformers tokenizer of a directory; raises errors of many types. It is given a configuration,
-    because Transformers warns of models that it does not know, such as MiMo, and refuses the dtype "auto"."""
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+    because Transformers warns of models that it does not know, such as MiMo, and refuses the dtype "auto"; of the
+    model's class only the name, by which it chooses a tokenizer: the class imports much of PyTorch, if there is one."""
+    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     fields, _ = PreTrainedConfig.get_config_dict(path)
-    kind, known = PreTrainedConfig, fields.get("model_type")
-    if known in CONFIG_MAPPING:  # a mapping whose ``get`` does not import what it finds
-        kind = CONFIG_MAPPING[known]
+    kind: Any = PreTrainedConfig
+    if known := CONFIG_MAPPING_NAMES.get(fields.get("model_type")):
+        kind = type(known, (kind,), {"model_type": fields["model_type"]})
     config = kind.from_dict({**fields, "dtype": None, "torch_dtype": None}, name_or_path=path)
     found = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
     _take_pipeline(found, os.path.join(path, "tokenizer.json"))

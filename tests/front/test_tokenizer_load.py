@@ -142,7 +142,8 @@ def alone(paths: Mapping[str, Path]) -> Mapping[str, Any]:
     code = (
         "import json, sys; from pathlib import Path; from specserve.frontend.tokenizer import hide_torch; hide_torch();"
         "from tests.front.test_tokenizer_load import answers;"
-        "print(json.dumps([answers(Path(path)) for path in sys.argv[1:]]))"
+        "print(json.dumps([answers(Path(path)) for path in sys.argv[1:]]));"
+        "assert 'transformers.models.llama.configuration_llama' not in sys.modules, 'it imports PyTorch where it can'"
     )
     command = [sys.executable, "-c", code, *map(str, paths.values())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
