@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from torch import OutOfMemoryError
 
 from specserve import LLM, SamplingParams
 from specserve.engine.commands import CatchUp, Change
@@ -14,7 +16,8 @@ from specserve.engine.graphs import Graphs
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, StaticShapes, step_shape
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.drafters.eagle import DEFERRED
+from specserve.speculation.context import Context, View
+from specserve.speculation.drafters.eagle import DEFERRED, EagleDrafter
 from specserve.speculation.shape import StepShape
 from tests.engines import (
     Checkpoints,
@@ -46,7 +49,7 @@ def replay(scheduler: Scheduler) -> Graphs:
     context = context_of(scheduler)
     shapes = [StepShape.plain(slots) for slots in (1, 2, 4)] + [step_shape(1, DRAFTED.speculation, 1)]
     captured = Graphs.capture(context, shapes)
-    assert set(captured.catch_ups) == {1, 2, 4}
+    assert list(captured.catch_ups) == [4, 2, 1], "the others fit into the memory of the largest"
     runner = Runner(context, captured.steps, {}, captured.in_parts, captured.catch_ups)
     runner.masks, scheduler.runner = scheduler.runner.masks, runner
     return captured
@@ -82,8 +85,10 @@ def test_a_prefix_that_was_answered_without_drafts(graphs: bool, agreeing: Check
     assert graphs == any(each.graph.replays for each in captured.catch_ups.values())  # type: ignore[attr-defined]
 
 
-def test_entries_are_stored_for_several_steps_at_once(agreeing: Checkpoints) -> None:
-    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST)
+@pytest.mark.parametrize("cached", [True, False])
+def test_entries_are_stored_for_several_steps_at_once(cached: bool, agreeing: Checkpoints) -> None:
+    """The last ones only if others can read them."""
+    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST, disable_radix_cache=not cached)
     scheduler.policy, sent, change = StaticShapes(None), [], scheduler.runner.change
 
     def counting(command: Change) -> None:
@@ -95,3 +100,26 @@ def test_entries_are_stored_for_several_steps_at_once(agreeing: Checkpoints) -> 
     params = SamplingParams(temperature=0, max_tokens=4 * DEFERRED + 2, ignore_eos=True)
     answer_all(scheduler, [([5, 6, n], params) for n in range(3)])
     assert sent == [3] * 4
+    answer_one(scheduler, [5], SamplingParams(max_tokens=1))
+    assert sent == [3] * (4 + cached)
+
+
+@pytest.mark.parametrize("lengths", [(5, 5, 20), (5, 5, 20, 20, 5)], ids=["before a step", "before prompts"])
+def test_no_memory_for_several_at_once(lengths: tuple[int, ...], agreeing: Checkpoints) -> None:
+    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST)
+    scheduler.policy, run = StaticShapes(None), EagleDrafter.catch_up
+    work = [
+        ([5, 6, n], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        for n, tokens in enumerate(lengths)
+    ]
+    expected = [answer.tokens for answer in answer_all(scheduler, work)]
+    scheduler.flush_cache()
+
+    def run_or_fail(self: EagleDrafter, context: Context, view: View) -> None:
+        if len(view.slots.rows_B) > 1:
+            raise OutOfMemoryError("CUDA out of memory, says the test")
+        run(self, context, view)
+
+    with patch.object(EagleDrafter, "catch_up", run_or_fail):
+        assert [answer.tokens for answer in answer_all(scheduler, work)] == expected
+    assert scheduler.stats().preemptions > 0

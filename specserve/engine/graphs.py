@@ -164,10 +164,10 @@ class Graphs:
         sizes: Sequence[PromptSize] = (),
         ranks: Ranks = ONE,
     ) -> Graphs:
-        """Capture steps of ``shapes`` and prompt launches of ``sizes``. The largest of each comes first, so that the
-        others fit into its memory; then plain decoding, which every engine falls back on; then the smallest steps.
-        Graphs that don't fit into memory are left out with a warning and run eagerly; those that there is no time for
-        go to ``left``. All ``ranks`` capture the same at a time, whatever it takes."""
+        """Capture steps of ``shapes``, catching up of as many slots, and prompt launches of ``sizes``. The largest of
+        each comes first, so that the others fit into its memory; of steps then plain decoding, which every engine falls
+        back on; then the smallest. Graphs that don't fit into memory are left out with a warning and run eagerly; steps
+        that there is no time for go to ``left``. All ``ranks`` capture the same at a time, whatever it takes."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes), ranks)
@@ -178,7 +178,7 @@ class Graphs:
             for size in reversed(sizes):
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
-            for slots in sorted({shape.slots for shape in shapes} if context.drafter.needs.deferred else ()):
+            for slots in sorted({s.slots for s in shapes if context.drafter.needs.deferred}, reverse=True):
                 if (caught := maker.try_capture(slots, maker.catch_up)) is not None:
                     catch_ups[slots] = caught
             largest = max(shapes, key=lambda shape: (shape.nodes, shape.levels))

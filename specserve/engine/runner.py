@@ -100,25 +100,25 @@ class Runner(Executor):
             case SetPages(runs=[]) | CopyStates(pairs=[]) | CatchUp(slots=[]):
                 return
             case Admit():
+                self._keep_up()  # it reads the features of page ends
                 self.masks.admit(command.rows)
-        if isinstance(command, Admit | SetPages):
-            due, self._given_up = self._given_up, []
-            self.change(CatchUp(due))
         self._send(command)
         super().change(command)
 
-    def give_up(self, slot: int) -> None:
-        """Note that a request leaves a slot: its drafter will catch up before pages change hands."""
-        if self._behind.pop(slot, 0):
+    def give_up(self, slot: int, cached: bool) -> None:
+        """Note that a request leaves a slot. ``cached``: its drafter catches up first, as others may read its pages."""
+        if self._behind.pop(slot, 0) and cached:
             self._given_up.append(slot)
 
-    def _keep_up(self, rows: Sequence[Row], shape: StepShape) -> None:
-        """Make the drafter catch up before a step that drafts, or if it can't leave another."""
+    def _keep_up(self, rows: Sequence[Row] = (), depth: int = 0) -> None:
+        """Catch up before a launch: with slots given up, and with a step's if it drafts or can't leave another."""
         most, behind = self.context.drafter.needs.deferred, self._behind
-        slots = [row.slot for row in rows]
-        if shape.depth or any(behind.get(slot) == most for slot in slots):
-            self.change(CatchUp([slot for slot in slots if behind.pop(slot, 0)]))
-        if most and not shape.depth:
+        slots = [row.slot for row in rows if most]
+        due, self._given_up = self._given_up, []
+        if depth or any(behind.get(slot) == most for slot in slots):
+            due += [slot for slot in slots if behind.pop(slot, 0)]
+        self.change(CatchUp(due))
+        if not depth:
             behind.update((slot, behind.get(slot, 0) + 1) for slot in slots)
 
     def measure(self, command: Measure) -> float:
@@ -126,6 +126,7 @@ class Runner(Executor):
         return super().measure(command)
 
     def prefill(self, command: Prefill) -> Launch:
+        self._keep_up()
         command = Prefill(command.rows, self.masks.after_prompts(command.rows))
         self._send(command)
         return super().prefill(command)
@@ -136,12 +137,12 @@ class Runner(Executor):
         if any(row.masked for row in command.rows):
             self.begin(Begin(command.rows, command.shape))
             return self._settle(command.rows)
-        self._keep_up(command.rows, command.shape)
+        self._keep_up(command.rows, command.shape.depth)
         self._send(command)
         return super().step(command)
 
     def begin(self, command: Begin) -> None:
-        self._keep_up(command.rows, command.shape)
+        self._keep_up(command.rows, command.shape.depth)
         self._send(command)
         super().begin(command)
 

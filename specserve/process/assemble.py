@@ -225,7 +225,7 @@ def assemble(
         system_fingerprint=context.fingerprint,
         speculation=_speculation_info(plan),
         cuda_graphs={
-            "count": len(graphs.steps) + len(graphs.prompts),
+            "count": len(graphs.steps) + len(graphs.prompts) + len(graphs.catch_ups),
             "seconds": round(graphs.seconds, 2),
             "memory_bytes": graphs.memory_bytes,
         },

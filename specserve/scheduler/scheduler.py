@@ -405,7 +405,7 @@ class Scheduler:
             self.memory.remember(request)
         if keep and (number := self.memory.keep(request, ends=True)):
             self.runner.change(CopyStates([(request.slot, number)]))
-        self.runner.give_up(request.slot)
+        self.runner.give_up(request.slot, cached=remember and self.memory.cache is not None)
         self.memory.release(request)
         self.running.remove(request)
         self._free_slots.append(request.slot)

@@ -36,9 +36,7 @@ class DrafterNeeds:
     token_feature_size: int = 0  # numbers kept for each token of the pool
     kv_start: int = 0  # first position with an entry of its layers, if these run prompts
     before_windows: int = 0  # tokens before the target's windows whose entries it reads
-    deferred: int = (
-        0  # most tokens of a slot that ``commit`` leaves to ``catch_up`` after steps without drafts
-    )
+    deferred: int = 0  # most tokens of a slot that steps without drafts leave to ``catch_up``
 
 
 @dataclass(frozen=True, slots=True)

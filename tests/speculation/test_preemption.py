@@ -13,7 +13,7 @@ import torch
 from specserve_kernels import Pool
 
 from specserve.core import SamplingParams, Speculation
-from specserve.engine.commands import Admit, Change
+from specserve.engine.commands import Admit, CatchUp, Change
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, View
 from specserve.speculation.shape import StepShape
@@ -136,6 +136,7 @@ def test_state_after_a_preemption(agreeing: Checkpoints) -> None:
         assert state.sampling.in_prompt[row].nonzero().flatten().tolist() == sorted(set(PROMPTS[1]))
         assert int(state.slots.length[row]) == len(request.tokens) - 1
         assert int(state.slots.root[row]) == request.tokens[-1]
+        client.scheduler.runner.change(CatchUp([row]))
         features.append(state.slots.feature[row])
     torch.testing.assert_close(features[1], features[0], atol=1e-10, rtol=1e-10)
 

@@ -8,6 +8,7 @@ import torch
 from specserve_kernels import Pool
 
 from specserve.core import SamplingParams, Speculation
+from specserve.engine.commands import CatchUp
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import View
 from specserve.speculation.shape import StepShape
@@ -20,12 +21,13 @@ OFF = Speculation(enabled=False)
 
 
 def run_to(scheduler: Scheduler, params: SamplingParams, count: int) -> int:
-    """Run a request until it has at least ``count`` tokens; how many it has."""
+    """Run a request until it has at least ``count`` tokens, as if a step with drafts came next; how many it has."""
     client = Client(scheduler)
     client.submit("0", PROMPT, params)
     while len(client.answers["0"].tokens) < count:
         assert scheduler.has_work
         client.iterate()
+    scheduler.runner.change(CatchUp([requests_of(scheduler)[0].slot]))
     return len(client.answers["0"].tokens)
 
 

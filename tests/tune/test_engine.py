@@ -9,11 +9,12 @@ import pytest
 from specserve.config import make_settings, resolve, resolve_paths
 from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
-from specserve.engine.shapes import MAX_STEP_NODES, step_shape
+from specserve.engine.shapes import MAX_STEP_NODES, Padding, step_shape
 from specserve.models.read_config import load_model_config
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.grid import Candidate, Grid, envelope
 from tests.engines import Checkpoints
+from tests.test_graphs import fake_graphs
 
 PROMPTS = [[3, 4, 5], [9, 1, 2, 40], [7], [21, 22, 23, 24, 25, 26], [50, 3]]
 
@@ -97,3 +98,13 @@ def test_requests_are_the_same_every_time() -> None:
     (request,) = work.requests(7, 1)
     assert request.token_ids == PROMPTS[2]
     assert request.params == SamplingParams(max_tokens=8, temperature=0.5, seed=7)
+
+
+def test_a_draft_catches_up_in_graphs(agreeing: Checkpoints) -> None:
+    """After answers of two tokens, whose only step has no room for drafts."""
+    engine = tune_engine(agreeing, [(3, 1, 4)], Work(PROMPTS, 2, 0.0))
+    engine.padding = Padding((1,))
+    with fake_graphs():
+        engine.run((3, 1, 4), 1, 0, 4)
+    (captured,) = engine.catch_ups.values()
+    assert captured.graph.replays == 3  # type: ignore[attr-defined]

@@ -48,16 +48,15 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class TuneEngine:
-    """``config`` has a draft; ``padding`` has the buckets of a server that captures graphs."""
+    """``config`` has a draft; ``padding`` has a server's buckets. ``_graphs``: steps with the draft (True) or not."""
 
     config: EngineConfig
     context: Context
     plan: ShapePlan
     padding: Padding
     work: Work
-    _graphs: dict[tuple[bool, StepShape], StepGraph[StepResult]] = field(
-        default_factory=dict
-    )  # key True: with the draft
+    catch_ups: dict[int, StepGraph[None]] = field(default_factory=dict)
+    _graphs: dict[tuple[bool, StepShape], StepGraph[StepResult]] = field(default_factory=dict)
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
     @classmethod
@@ -111,17 +110,19 @@ class TuneEngine:
     def forget(self) -> None:
         """Free the graphs."""
         self._graphs.clear()
+        self.catch_ups.clear()
 
     def _capture(self, shapes: Sequence[StepShape], drafted: bool) -> None:
         """Capture the shapes whose batch sizes get graphs, unless captured already."""
         in_buckets = [shape for shape in dict.fromkeys(shapes) if shape.slots in self.padding.buckets]
         wanted = [shape for shape in in_buckets if (drafted, shape) not in self._graphs]
         if wanted:
-            graphs = Graphs.capture(self._context(drafted), wanted).steps
-            self._graphs |= {(drafted, shape): graph for shape, graph in graphs.items()}
+            graphs = Graphs.capture(self._context(drafted), wanted)
+            self._graphs |= {(drafted, shape): graph for shape, graph in graphs.steps.items()}
+            self.catch_ups |= graphs.catch_ups
 
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, requests: Sequence[Submit]) -> Run:
-        runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted))
+        runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted), catch_ups=self.catch_ups)
         # A fresh scheduler per run has its own pages and prefix cache.
         scheduler = assemble(self.config, self.plan, runner, policy, Graphs({}))
         return closed_loop(scheduler, runner, requests, batch)

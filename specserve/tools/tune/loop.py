@@ -62,8 +62,8 @@ class MeteredRunner(Runner):
 
     steps = 0
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, *args: object, **more: object) -> None:
+        super().__init__(*args, **more)  # type: ignore[arg-type]
         self.prefills: list[Stopwatch] = []
 
     def prefill(self, command: Prefill) -> Launch:
