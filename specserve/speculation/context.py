@@ -89,7 +89,7 @@ class SlotState:
 
     def catch_up(self, context: Context, view: View) -> None:
         """Process what steps without drafts have left of the batch's slots. Comes before they draft, before more than
-        ``needs.deferred`` tokens are left, and before the pages of a slot that is given up can be others'."""
+        ``needs.deferred`` tokens are left, and after a slot is given up whose pages stay cached, before a launch."""
         raise AssertionError("it leaves nothing")
 
 
