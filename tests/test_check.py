@@ -26,6 +26,7 @@ from specserve.models.gemma import GemmaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.worker import build_scheduler
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.drafters.eagle import DEFERRED
 from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
@@ -352,8 +353,14 @@ def test_no_head_copies_a_scaled_embedding(algorithm: str, tied: bool, tmp_path:
     model, head = scheduler.runner.context.target, head_of(scheduler)
     assert isinstance(model, GemmaModel)
     embedding, own = model.embed_tokens.weight, [*head.parameters(), *head.buffers()]
+    own += [
+        each for each in vars(scheduler.runner.context.drafter).values() if isinstance(each, torch.Tensor)
+    ]
     held = memory_needed(scheduler).draft - sum(each.nbytes for each in own)
     assert held == 0
+    assert any(
+        each.shape[1:2] == (DEFERRED,) for each in own
+    )  # states kept for entries that are stored later
     tokens, features = torch.tensor([3, 5]), torch.zeros(2, embedding.shape[1])
     if algorithm == "EAGLE":
         seen: list[torch.Tensor] = []
@@ -413,6 +420,10 @@ def test_a_plan_for_gpus_that_are_not_there(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["memory"]["whole"]) == ([], 0)
     assert "cuda has 14.9 GiB, over 29.7 GiB are needed" in found["problems"][0]
+    assert main([*plan, "80GB", "--chunked-prefill-size", "128"]) == 0
+    graphs = found["memory"]["graphs"] - json.loads(capsys.readouterr().out)["memory"]["graphs"]
+    heads = (2048 - 128) * 2 * 128 * (192 + 576 + 512 + 128)  # of the largest captured prompts
+    assert heads < graphs < 1.5 * heads
     for more, words in (
         (["8"], "must be a size such as 80GiB or 80GB, found '8'"),
         (["8GiB", "--device", "cpu"], "--device must be auto or cuda, found cpu"),

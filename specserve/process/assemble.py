@@ -355,6 +355,7 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
         dtype=dtype,
         token_feature_size=drafter.needs.token_feature_size,
     )
+    drafter.allocate(config.max_running_requests + 1, device)
     _check_states(config, ranks)
     states = _states(config, config.max_running_requests + 1, device, ranks, "running requests and padding")
     snapshots = _states(config, config.snapshots or 0, device, ranks)
@@ -384,7 +385,6 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
         prediction_size=prediction_limit(config.context_length) if drafter.vocab_size else 0,
         tables=len(pool_config.layout.windows),
     )
-    drafter.allocate(config.max_running_requests + 1, device)
     pool = _pool(pool_config, pages, device, config.context_length)
     rates = config.draft.synthetic if config.draft is not None else ()
     synthetic = SyntheticAcceptance.of(rates, device) if rates else None

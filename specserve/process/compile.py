@@ -23,6 +23,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -134,24 +135,59 @@ def compile_all(job: CompileJob) -> list[Variant]:
 @torch.inference_mode()
 def launch_all(config: EngineConfig) -> None:
     """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
-    plan, ranks = shape_plan(config), config.tensor_parallel_size
-    context = create_shapes(config, plan, ShapePeers(ranks) if ranks > 1 else None)
-    capacity = context.state.slots.pages.shape[2] * config.page_size
+    plan = shape_plan(config)
+    context = create_shapes(config, plan, shape_peers(config))
     longest = config.longest_launch
     for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):
         for start in (0, 1):
             _prefill(context, start, tokens)
     _prefill(context, 0, min(2, longest), ScoredTokens(_integers(1), _integers(1), 1))
-    shapes = plan.captured() or _eager_shapes(plan)
-    most = max(shape.nodes for shape in shapes)
-    logits_XV = torch.empty(most, context.vocab_size, dtype=DTYPES[config.dtype], device="meta")
-    for shape in shapes:
-        view = View.of(context, _integers(shape.slots), capacity - shape.max_nodes, Needs(), logits_XV)
-        step(context, view, shape)
-    for slots in {shape.slots for shape in shapes} if context.drafter.needs.deferred else ():
-        context.drafter.catch_up(context, View.of(context, _integers(slots), 0, Needs()))
-    for size in sizes_within(config.context_length, config.chunked_prefill_size):
-        short_prefill(context, size, _integers(len(size.pack([], context.state.dummy))))
+    for launch, sizes in captured_launches(config, plan, context):
+        for size in sizes:
+            launch(size)
+
+
+def shape_peers(config: EngineConfig) -> ShapePeers | None:
+    """Return the other ranks of a dry run."""
+    return ShapePeers(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
+
+
+def captured_launches(
+    config: EngineConfig, plan: ShapePlan, context: Context
+) -> list[tuple[Callable[[Any], object], Sequence[Any]]]:
+    """Return how to launch each kind that is captured on ``meta`` tensors, and its sizes, the largest last: steps, or
+    eager ones if none are captured, ``catch_up``, and prompts."""
+    shapes = sorted(plan.captured() or _eager_shapes(plan), key=lambda shape: (shape.nodes, shape.levels))
+    capacity, drafter = context.state.slots.pages.shape[2] * config.page_size, context.drafter
+    logits_XV = torch.empty(shapes[-1].nodes, context.vocab_size, dtype=DTYPES[config.dtype], device="meta")
+
+    def view(slots: int, longest: int) -> View:
+        return View.of(context, _integers(slots), longest, Needs(), logits_XV)
+
+    slots = sorted({shape.slots for shape in shapes}) if drafter.needs.deferred else []
+    prompts, dummy = sizes_within(config.context_length, config.chunked_prefill_size), context.state.dummy
+    return [
+        (lambda shape: step(context, view(shape.slots, capacity - shape.max_nodes), shape), shapes),
+        (lambda slots: drafter.catch_up(context, view(slots, 0)), slots),
+        (lambda size: short_prefill(context, size, _integers(len(size.pack([], dummy)))), prompts),
+    ]
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Launch nothing in this context, which needs no GPU."""
+    from specserve_kernels.ops.device import capability_of
+    from triton.runtime import driver
+    from triton.runtime.jit import KernelInterface
+
+    launch = KernelInterface.__getitem__
+    if not torch.cuda.is_available():
+        driver.set_active(Driver(capability_of(torch.device("meta"))))
+    KernelInterface.__getitem__ = lambda *_: lambda *args, **options: None
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = launch
 
 
 def _eager_shapes(plan: ShapePlan) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specserve.attention import attention_for
 from specserve.config.engine import EngineConfig
 from specserve.engine.memory import DeviceMemory, device_memory, host_tokens
-from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.kv.pool import PoolConfig
 from specserve.layers.experts import Experts
 from specserve.layers.formats.stored import StoredProjection
@@ -24,12 +25,12 @@ from specserve.layers.weights import Projection
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, fitting, shape_plan
+from specserve.process.compile import captured_launches, shape_peers, without_kernels
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.tools.check.report import MemoryUse
 
 _KV_HEADS, _LATENT = "KV heads", "latent in the KV cache"  # which several ranks may have
-_SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 
 def memory_needed(engine: Scheduler) -> MemoryUse:
@@ -74,7 +75,8 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
     except ValueError:  # reported by _draft or by loading
         if there is not None:
             raise
-        context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
+        config = replace(config, draft=None, shape=None, adaptive=False)
+        context = _assemble_shapes(config)
     sizes = config.context_length, config.tensor_parallel_size
     found = _memory_of(context, context.pool.num_pages, *sizes)
     pool, states = context.pool.config, context.states
@@ -89,7 +91,7 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
         pool=expected.pool + kept,
         device=config.device,
         loaded=False,
-        graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
+        graphs=_graphs(config, context),
         loading=found.weights + _temporary(config, context.target.layers),
     )
 
@@ -166,14 +168,29 @@ def _assemble_shapes(config: EngineConfig) -> Context:
     if config.device == "cpu":
         model = model.with_weights(PLAIN)
         draft = draft and replace(draft, quantization="none")
-    return create_shapes(replace(config, model=model, draft=draft), shape_plan(config))
+    config = replace(config, model=model, draft=draft)
+    return create_shapes(config, shape_plan(config), shape_peers(config) if _counted(config) else None)
 
 
-def _logits(config: EngineConfig, node: int) -> int:
-    """Return the bytes of the largest captured step's logits: nearly all the memory of graphs if steps are large."""
-    if config.largest_graph is None:
+def _graphs(config: EngineConfig, context: Context) -> int:
+    """Return the bytes of graphs: logits, and what the largest launch of each kind holds at most, because one's blocks
+    seldom fit another's. 0 where Triton, by which they are counted, is not installed."""
+    if not _counted(config):
         return 0
-    return min(config.largest_graph * (config.shape[2] if config.shape else 1), MAX_STEP_NODES) * node
+    context = replace(context, attention=attention_for("triton", context.pool.config))  # others take as much
+    with without_kernels(), torch.inference_mode(), Allocations() as made:
+        launches = captured_launches(config, shape_plan(config), context)
+        total: int = made.held
+        for launch, sizes in launches:
+            made.peak = made.held
+            for size in sizes[-1:]:
+                launch(size)
+            total += made.peak - made.held
+    return total
+
+
+def _counted(config: EngineConfig) -> bool:
+    return config.largest_graph is not None and find_spec("triton") is not None
 
 
 def _parts(drafter: Drafter) -> Iterator[object]:
@@ -185,10 +202,10 @@ def _parts(drafter: Drafter) -> Iterator[object]:
 
 
 def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
-    """Return the bytes of the modules' tensors not in ``seen``: the draft may share the target's embedding or head."""
-    tensors = {
-        id(tensor): tensor for part in parts if isinstance(part, nn.Module) for tensor in _tensors(part)
-    }
+    """Return the bytes of tensors, also of modules, not in ``seen``: the draft may share the target's embedding or
+    head."""
+    found = ([part] if isinstance(part, Tensor) else _tensors(part) for part in parts)
+    tensors = {id(tensor): tensor for each in found for tensor in each}
     total = sum(t.numel() * t.element_size() for key, t in tensors.items() if key not in seen)
     seen.update(tensors)
     return total
@@ -206,9 +223,9 @@ def _shared(module: nn.Module) -> Iterator[Tensor]:
             yield from _tensors(child)
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's weights, including packed ones, tables, and what it borrows."""
-    for child in module.modules():
+def _tensors(module: object) -> Iterator[Tensor]:
+    """Yield a module's weights, including packed ones, tables, and what it borrows. Other objects have none."""
+    for child in module.modules() if isinstance(module, nn.Module) else ():
         yield from child.parameters(recurse=False)
         yield from child.buffers(recurse=False)
         for value in vars(child).values():
