@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from specserve_kernels import Pool, Slots, SlotTables, Tree, select_tree
+from specserve_kernels.reference.experts import experts
 from torch import Tensor
 
 from specserve import LLM
@@ -107,6 +108,17 @@ def held_as_on_a_gpu(yes: bool = True) -> Iterator[None]:
         patch.object(stored, "multiplies_integers", lambda _, dtype: yes and dtype != torch.float64),
     ):
         yield
+
+
+@contextmanager
+def not_rounded() -> Iterator[None]:
+    """Inputs of FP8 weights stay as they are."""
+    with patch.object(linear, "rounded_inputs", _same), patch.object(experts, "rounded_inputs", _same):
+        yield
+
+
+def _same(x_TI: Tensor, _: torch.dtype) -> Tensor:
+    return x_TI
 
 
 def multiply_integers(module: torch.nn.Module) -> None:

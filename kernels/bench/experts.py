@@ -81,7 +81,7 @@ def swept(x_TH: Tensor, layers: list[Layer], packed: bool) -> Iterator[tuple[flo
     """The launches that fit, of gates and of outputs, each next to the other's usual one."""
     name, weight = "packed_blocks_for" if packed else "blocks_for", layers[0][1].gate_up
     usual = (
-        ops.packed_blocks_for(16, 16, weight.floats, 2)
+        ops.packed_blocks_for(16, 16, weight.floats, 1 if weight.values.dtype == FP8 else 2)
         if isinstance(weight, Packed)
         else ops.blocks_for(16, 2)
     )

@@ -23,7 +23,7 @@ from specserve_kernels.reference.linear.packed import (
     dequantize_packed,
     pack,
 )
-from specserve_kernels.reference.linear.quantize import FP8, GROUP, PAIRED, Rounded, rounded_inputs
+from specserve_kernels.reference.linear.quantize import FP8, GROUP, PAIRED, Rounded, given, rounded_inputs
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.recurrent import delta_rule as _delta_rule
 from specserve_kernels.reference.recurrent import inputs as _delta_inputs

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from specserve_kernels import Rounded, gate_heads, linear_ahead
+from specserve_kernels import Rounded, gate_heads, given, linear_ahead
 from torch import Tensor, nn
 
 from specserve.kv.spec import DeltaState
@@ -20,7 +20,6 @@ from specserve.layers.config import LayerConfig
 from specserve.layers.linear import Linear
 from specserve.layers.norms import RMSNorm
 from specserve.layers.ranks import Update
-from specserve.layers.weights import given
 
 
 class Convolution(nn.Module):

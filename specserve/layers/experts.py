@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import specserve_kernels as kernels
 import torch
-from specserve_kernels import Rounded, Routes
+from specserve_kernels import Rounded, Routes, given
 from torch import Tensor, nn
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.formats.stored import Joined, full_name
 from specserve.layers.linear import Linear
 from specserve.layers.ranks import ONE, Update
-from specserve.layers.weights import Projection, given
+from specserve.layers.weights import Projection
 
 
 class Router(nn.Module):
@@ -51,6 +51,7 @@ class Experts(nn.Module):
         gate_up = {f"{n}.{part}": inner for n in self.numbers for part in gate_up_parts}
         self.gate_up_proj = new(name, size, gate_up, config.mlp_bias)
         self.down_proj = new(name, inner, {f"{n}.{down}": size for n in self.numbers}, config.mlp_bias)
+        self.gate_up_proj.shares_inputs = True
         for each in (self.gate_up_proj, self.down_proj):
             if isinstance(each, Joined):
                 raise ValueError(
@@ -59,7 +60,10 @@ class Experts(nn.Module):
             each.stacked = True
 
     def forward(
-        self, x_TH: Tensor, routes: Routes, shared: Tensor | kernels.SharedWeights | None = None
+        self,
+        x_TH: Tensor | Rounded,
+        routes: Routes,
+        shared: Tensor | kernels.SharedWeights | None = None,
     ) -> Tensor:
         """Return what this rank adds to the outputs."""
         return kernels.run_experts(
@@ -69,9 +73,9 @@ class Experts(nn.Module):
     @property
     def _stacked(self) -> kernels.ExpertWeights:
         count = len(self.numbers)
-        gate_up, gate_up_bias_EO = self.gate_up_proj.of_experts(count)
-        down, down_bias_EH = self.down_proj.of_experts(count)
-        return kernels.ExpertWeights(gate_up, down, gate_up_bias_EO, down_bias_EH)
+        gate_up, gate_up_bias_EO, gates_round = self.gate_up_proj.of_experts(count)
+        down, down_bias_EH, down_rounds = self.down_proj.of_experts(count)
+        return kernels.ExpertWeights(gate_up, down, gate_up_bias_EO, down_bias_EH, (gates_round, down_rounds))
 
     @property
     def words(self) -> str:
@@ -124,7 +128,7 @@ class ExpertsMLP(nn.Module):
             shared = rows_TH
             if self.shared_expert_gate is not None:
                 shared = kernels.gate_rows(rows_TH, given_TH, self.shared_expert_gate.weight)
-        return self.ranks.sum_for_norm(self.experts(given_TH, self.gate(given_TH), shared)), residual_TH
+        return self.ranks.sum_for_norm(self.experts(x_TH, self.gate(given_TH), shared)), residual_TH
 
     @property
     def _shared_weights(self) -> kernels.SharedWeights | None:

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from specserve_kernels import (
+    FP8,
     Gate,
     Rounded,
     apply_gate,
     dequantize,
+    given,
     indexed_linear,
     integer_linear,
     linear,
@@ -36,7 +38,7 @@ from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
 from specserve.layers.ranks import Cut, cut_of, whole_of
-from specserve.layers.weights import Projection, WeightFormat, given
+from specserve.layers.weights import Projection, WeightFormat
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
 FEW_TOKENS, FEW_CONVERTED = 128, 32
@@ -126,10 +128,10 @@ class Linear(Projection, nn.Linear):
         self._check_plain()
         return (self.weight, self.bias) if ids_R is None else pick_rows(self.weight, self.bias, ids_R)
 
-    def of_experts(self, count: int) -> tuple[Tensor, Tensor | None]:
+    def of_experts(self, count: int) -> tuple[Tensor, Tensor | None, bool]:
         self._check_plain()
         bias_EO = None if self.bias is None else self.bias.unflatten(0, (count, -1))
-        return self.weight.unflatten(0, (count, -1)), bias_EO
+        return self.weight.unflatten(0, (count, -1)), bias_EO, self.rounding == FP8
 
     def _check_plain(self) -> None:
         assert self.weight.numel(), "a packed weight has no rows to read"

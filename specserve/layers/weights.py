@@ -80,17 +80,11 @@ class Projection(nn.Module):
         except for all outputs of a format that holds them in this form."""
         raise NotImplementedError
 
-    def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None]:
-        """Return the weights of ``count`` experts, which are stacked in this projection, as ``ExpertWeights`` has them.
+    def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None, bool]:
+        """Return the weights of ``count`` experts, which are stacked in this projection, as ``ExpertWeights`` has them,
+        their biases, and whether they are plain numbers whose inputs are rounded to FP8.
         Raises NotImplementedError if this format can't hold experts."""
         raise NotImplementedError
-
-
-def given(x_TI: Tensor | Rounded) -> Tensor:
-    """Return activations as they were before they were quantized."""
-    found = x_TI if isinstance(x_TI, Tensor) else x_TI.given_TI
-    assert found is not None
-    return found
 
 
 class WeightFormat:

@@ -16,10 +16,19 @@ from safetensors.torch import save_file
 from specserve_kernels import FP8, round_inputs
 
 from specserve import SamplingParams
-from specserve.layers import linear, norms
+from specserve.layers import norms
 from specserve.layers.formats.stored import StoredProjection
 from specserve.models.checkpoint import load_target
-from tests.engines import Checkpoints, Shape, answer_all, context_of, head_of, held_as_on_a_gpu, record_drafts
+from tests.engines import (
+    Checkpoints,
+    Shape,
+    answer_all,
+    context_of,
+    head_of,
+    held_as_on_a_gpu,
+    not_rounded,
+    record_drafts,
+)
 from tests.reference.glm import HYBRID, make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.quantized import PROJECTIONS, configure, dequantize, quantize
@@ -88,7 +97,7 @@ def test_formats_of_qwen(family: str, dialect: str, tmp_path: Path, caplog: pyte
     found = []
     for path in (target, meant):
         scheduler = scheduler_of("NEXTN", path, path, SHAPES[0])
-        with record_drafts() as drafts, patch.object(linear, "rounded_inputs", lambda x, _: x):
+        with record_drafts() as drafts, not_rounded():
             (answer,) = answer_all(scheduler, [(PROMPT, PARAMS)])
         found.append((answer.tokens, [each.nodes(0) for each in drafts]))
         attention = head_of(scheduler).self_attn

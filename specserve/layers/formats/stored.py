@@ -220,7 +220,8 @@ class StoredProjection(Projection):
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         if self._instead is not None or self.packed.order_I is not None:
             return None
-        return self.packed.rounding
+        rounding = self.packed.rounding
+        return None if self.stacked and rounding != FP8 else rounding
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if (instead := self._instead) is not None:
@@ -228,10 +229,10 @@ class StoredProjection(Projection):
         bias_O = self.bias_O if ids_R is None or self.bias_O is None else self.bias_O[ids_R]
         return dequantize_packed(self.packed, self._dtype, ids_R), bias_O
 
-    def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None]:
+    def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None, bool]:
         if self._instead is not None:
             return self._instead.of_experts(count)
-        return self.packed, None if self.bias_O is None else self.bias_O.unflatten(0, (count, -1))
+        return self.packed, None if self.bias_O is None else self.bias_O.unflatten(0, (count, -1)), False
 
 
 def check_cuts(outputs: int, inputs: int, *units: int) -> None:

@@ -7,10 +7,11 @@ bits depend neither on other tokens nor on how many there are. For few tokens th
 adds them, and the same launches read plain weights of the expert that all tokens share; its output is rounded before it
 is added, as elsewhere.
 
-Weights as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, floats of 4 bits
-with their scales, and a step's sum, from zero, is multiplied by the scale of others. That also ends the step's product:
-otherwise the next step could overwrite its registers, see ``running_products`` in ``tests/compiled_launches.py``.
-Activations are not rounded.
+Weights in FP8 are multiplied by inputs rounded to FP8, as by ``packed_linear``: a token's, and an expert's inner states
+of a token. Others as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, floats
+of 4 bits with their scales, and activations are not rounded. A step's sum, from zero, is multiplied by the scale of
+others than floats. That also ends the step's product: otherwise the next step could overwrite its registers, see
+``running_products`` in ``tests/compiled_launches.py``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.linear.floats import weight_of_floats
 from specserve_kernels.ops.linear.linear import linear
 from specserve_kernels.ops.linear.packed import add_step, number_of, words_of
+from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import STEP, Packed
-from specserve_kernels.reference.linear.quantize import FP8
+from specserve_kernels.reference.linear.quantize import FP8, Rounded, given
 
 FEW_TOKENS = 16  # whose outputs are added by the launch that computes them
 FEW_TILES = 8  # of small ones, fewer programs than a device has room for
@@ -55,9 +57,11 @@ PLAIN = {
     "ROWS": 1,
     "GROUPED": False,
     "SCALE": tl.float32,
+    "STAGES": 0,
 }
 """The format of a weight that is not ``Packed``: bits, inputs of a group of floats, whether it is FP8, rows of all
-experts, scales of a group of inputs, outputs of a scale, whether groups have different ones, and their dtype."""
+experts, scales of a group of inputs, outputs of a scale, whether groups have different ones, their dtype, and steps of
+FP8 in flight."""
 
 
 class Block(NamedTuple):
@@ -83,9 +87,15 @@ def blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
 
 
 def packed_blocks_for(pairs: int, tiles: int, floats: int, element_size: int) -> tuple[Block, Block]:
-    """Choose them for weights of 8 and 4 bits, whose steps are their own: at least 16 rows a warp, which reads them.
-    Registers hold each sum twice; two programs of 64 pairs have room, and one multiplies while the other converts. Of
-    floats, warps of small tiles wait for fewer others, and few tiles are shared by more programs."""
+    """Choose them for weights of 8 and 4 bits, whose steps are their own. If inputs are FP8, tensor cores take both as
+    they are. Otherwise a warp reads at least 16 rows, and registers hold each sum twice; two programs of 64 pairs have
+    room, and one multiplies while the other converts. Of floats, warps of small tiles wait for fewer others, and few
+    tiles are shared by more programs."""
+    if element_size == 1:
+        if pairs == 16:
+            return Block(32, 0, 4, 8), Block(64, 0, 4, 3)
+        warps, stages = (4, 5) if pairs == 32 else (8, 4)
+        return Block(64, 0, warps, stages), Block(128, 0, warps, stages)
     stages = (6 if pairs <= 32 else 5) - element_size
     if floats and pairs == 16 and element_size == 2:
         rows = 64 if tiles <= FEW_TILES else 128
@@ -95,7 +105,7 @@ def packed_blocks_for(pairs: int, tiles: int, floats: int, element_size: int) ->
 
 
 def run_experts(
-    x_TH: Tensor,
+    x_TH: Tensor | Rounded,
     routes: Routes,
     experts: ExpertWeights,
     gate: Gate,
@@ -105,6 +115,7 @@ def run_experts(
 ) -> Tensor:
     """Same as the reference, summed in float32. The routes have the tiles of ``route`` on a GPU."""
     assert routes.tiles is not None
+    read, x_TH = x_TH, given(x_TH)
     tokens, size = x_TH.shape
     own, inner = experts.sizes(size)
     count = own if total is None else total
@@ -117,10 +128,10 @@ def run_experts(
     more = 0 if shared_down_HI is None else shared_down_HI.shape[1]
     shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "SHARED": more, "H": size}
     shape |= {"BLOCK_P": tile, **overlap()}
-    weights, options, outputs = _launch(experts.gate_up, tile, tiles, x_TH, gates=True)
+    x, weights, options, outputs = _launch(experts.gate_up, tile, tiles, read, gates=True)
     inner_N = x_TH.new_empty(pairs * inner + tokens * more)
     _gate_up_kernel[(tiles + cdiv(more, inner), cdiv(inner, outputs))](
-        x_TH,
+        x,
         *weights,
         shared_gate_up_OH,
         experts.gate_up_bias_EO,
@@ -128,18 +139,19 @@ def run_experts(
         tile_X3,
         inner_N,
         tokens,
-        x_TH.stride(0),
+        x.stride(0),
         first,
         GATED=GATES.index(gate),
         **shape,
         **options,
     )
-    weights, options, outputs = _launch(experts.down, tile, tiles, x_TH, gates=False)
+    inner_PI = inner_N if more else inner_N.view(pairs, inner)
+    x, weights, options, outputs = _launch(experts.down, tile, tiles, inner_PI, gates=False)
     made_PH = x_TH.new_empty((pairs + (tokens if more else 0), size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
     blocks = cdiv(size, outputs)
     _down_kernel[(tiles + (1 if more else 0), blocks)](
-        inner_N,
+        x,
         *weights,
         shared_down_HI,
         experts.down_bias_EH,
@@ -153,6 +165,7 @@ def run_experts(
         tickets(blocks, x_TH.device) if few else order_P,
         tokens,
         tiles,
+        x.stride(0),
         first,
         ADDED=max(16, next_power_of_2(tokens)) if few else 0,
         **shape,
@@ -183,13 +196,19 @@ def _are_plain(experts: ExpertWeights, shared: SharedWeights) -> bool:
 
 
 def _launch(
-    weight: Tensor | Packed, tile: int, tiles: int, x_TH: Tensor, gates: bool
-) -> tuple[tuple[Tensor | None, ...], dict[str, Any], int]:
-    """Return a kernel's numbers, scales, zero points and units, its constants, and the outputs of a program."""
+    weight: Tensor | Packed, tile: int, tiles: int, read: Tensor | Rounded, gates: bool
+) -> tuple[Tensor, tuple[Tensor | None, ...], dict[str, Any], int]:
+    """Return a kernel's inputs, its numbers, scales, zero points and units, its constants, and the outputs of a
+    program."""
+    x, unit, is_fp8 = given(read), None, isinstance(weight, Packed) and weight.values.dtype == FP8
+    if is_fp8:
+        if isinstance(read, Tensor) or read.values.dtype != FP8:
+            read = round_inputs(x, FP8)
+        x, unit = read.values, read.unit_GT
     if isinstance(weight, Packed):
-        blocks = packed_blocks_for(tile, tiles, weight.floats, x_TH.element_size())
+        blocks = packed_blocks_for(tile, tiles, weight.floats, x.element_size())
     else:
-        blocks = blocks_for(tile, x_TH.element_size())
+        blocks = blocks_for(tile, x.element_size())
     block = blocks[0 if gates else 1]
     options: dict[str, Any] = {
         "BLOCK_O": block.outputs,
@@ -200,26 +219,30 @@ def _launch(
         "num_stages": block.stages,
     }
     if isinstance(weight, Tensor):
-        return (weight, None, None, None), options | PLAIN, block.outputs
+        return x, (weight, None, None, None), options | PLAIN, block.outputs
     scale, zero, values = weight.scale_WSN, weight.zero_WON, weight.values
-    rows, size = block.outputs * (2 if gates else 1), x_TH.element_size()
-    read = weight.step * (tile * size + rows * weight.bits // 8)
+    rows, size = block.outputs * (2 if gates else 1), x.element_size()
+    step_bytes = weight.step * (tile * size + rows * weight.bits // 8)
     # Before Hopper, what zero points are taken from moves between threads.
-    room = limits_of(x_TH.device).shared_bytes - (0 if zero is None else rows * weight.step * size)
+    room = limits_of(x.device).shared_bytes - (0 if zero is None else rows * weight.step * size)
+    stages = min(block.stages * min(2, STEP // weight.step), (not is_fp8) + room // step_bytes)
     options |= {
         "BLOCK_I": weight.step,
-        "num_stages": min(block.stages * min(2, STEP // weight.step), 1 + room // read),
+        "num_stages": min(stages, 1 + cdiv(weight.inputs, weight.step)) if is_fp8 else stages,
         "BITS": weight.bits,
         "FLOATS": weight.floats,
-        "FP8": values.dtype == FP8,
+        "FP8": is_fp8,
         "TOTAL": len(values),
         "SCALES": scale.shape[1],
         "ROWS": weight.rows,
         "GROUPED": weight.grouped,
         "SCALE": getattr(tl, "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")),
     }
+    options["STAGES"] = options["num_stages"]
     scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
-    return (words_of(values), scale, zero, weight.unit_O), options, block.outputs
+    if is_fp8:
+        return x, (values, scale, None, unit), options, block.outputs
+    return x, (words_of(values), scale, zero, weight.unit_O), options, block.outputs
 
 
 @triton.jit(do_not_specialize=["tokens", "first_expert"])
@@ -228,7 +251,7 @@ def _gate_up_kernel(
     weight_ptr,  # [E, 2 * I, H], in 8 bits [E * 2 * I, padded H], in 4 bits half of it
     scale_ptr,  # as in ``packed_linear``, or None
     zero_ptr,  # likewise
-    unit_ptr,  # float32, of each row, or None
+    unit_ptr,  # float32, of each row, or if FP8 of each input's, or None
     shared_ptr,  # [2 * SHARED, H], or None
     bias_ptr,  # [E, 2 * I]
     order_ptr,  # [P]
@@ -256,9 +279,10 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALE: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS)
+    FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS, STAGES)
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
@@ -285,9 +309,10 @@ def _gate_up_kernel(
                 up = _add_bias(up, bias_ptr + row + I, there)
         else:
             stored = weight_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr
-            x_ptrs = x_ptr + token.to(tl.int64)[None, :] * stride
             steps: tl.constexpr = (H + BLOCK_I - 1) // BLOCK_I
-            sums = _packed_sums(stored, x_ptrs, here, expert, True, steps, 2, I, H, BLOCK_O, FORMAT)
+            sums = _packed_sums(
+                stored, x_ptr, token, stride, here, expert, True, steps, 2, I, H, BLOCK_O, FORMAT
+            )
             gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_O, BLOCK_P)), (1, 2, 0)))
         out_ptrs = out_ptr + (first + p).to(tl.int64)[None, :] * I + o[:, None]
         _store_gated(gate, up, out_ptrs, here[None, :] & there[:, None], GATED)
@@ -337,7 +362,7 @@ def _down_kernel(
     weight_ptr,  # [E, H, I], in 8 bits [E * H, padded I], in 4 bits half of it
     scale_ptr,  # as in ``packed_linear``, or None
     zero_ptr,  # likewise
-    unit_ptr,  # float32, of each row, or None
+    unit_ptr,  # float32, of each row, or if FP8 of each input's, or None
     own_ptr,  # [H, SHARED], the shared expert's, or None
     bias_ptr,  # [E, H]
     order_ptr,  # [P]
@@ -350,6 +375,7 @@ def _down_kernel(
     tickets_ptr,  # int32, 0, for each block of outputs, if ADDED
     tokens,
     tiles,
+    stride,
     first_expert,
     ADDED: tl.constexpr,
     E: tl.constexpr,
@@ -370,11 +396,12 @@ def _down_kernel(
     ROWS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALE: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
     waits: the launch before made the inner states, the one before that the tiles."""
-    FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS)
+    FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS, STAGES)
     p, o, i = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     tile = tl.program_id(0) - (SHARED > 0)  # the shared expert's comes first
     tile_ptrs = tile_ptr + tile * 3
@@ -393,8 +420,8 @@ def _down_kernel(
             expert -= first_expert
             own = _is_own(expert, E, OWN)
             here, steps = here & own, tl.where(own, steps, 0)
-        x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I
         if BITS == 16:
+            x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I
             row, there = expert.to(tl.int64) * H + o, (o < H) & own
             sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
             if SHARED and tile < 0:
@@ -406,8 +433,10 @@ def _down_kernel(
             if bias_ptr is not None:
                 sums = _add_bias(sums, bias_ptr + row, there)
         else:
-            stored = weight_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr
-            sums = _packed_sums(stored, x_ptrs, here, expert, own, steps, 1, H, I, BLOCK_O, FORMAT)
+            stored, at_p = (weight_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr), first + p
+            sums = _packed_sums(
+                stored, inner_ptr, at_p, stride, here, expert, own, steps, 1, H, I, BLOCK_O, FORMAT
+            )
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
         if ADDED:
             used = tl.load(tile_ptr + tiles * 3) + (SHARED > 0)
@@ -441,7 +470,9 @@ def _add_plain(weight_ptr, row, there, at, x, sums, INPUTS: tl.constexpr):
 @triton.jit
 def _packed_sums(
     stored,
-    x_ptrs,
+    x_ptr,
+    at_p,
+    stride,
     here,
     expert,
     own,
@@ -461,20 +492,46 @@ def _packed_sums(
     r = tl.arange(0, HALVES * BLOCK_O)
     row, there = _rows(r, expert, own, HALVES, WIDTH, BLOCK_O)
     read, read_there = _rows(as_read(r, WARPS), expert, own, HALVES, WIDTH, BLOCK_O)
-    sums = tl.zeros((HALVES * BLOCK_O, x_ptrs.shape[1]), tl.float32)
-    scale = _scales(scale_ptr, row, there, 0, steps, FORMAT)
-    for step in range(0, steps):
-        at = step * STEP + tl.arange(0, STEP)
-        x = tl.load(x_ptrs + at[:, None], mask=here[None, :] & (at < INPUTS)[:, None], other=0)
-        words = load_words(weight_ptr, read, read_there, step, INPUTS, STEP, BITS)
-        after = _scales(scale_ptr, row, there, step + 1, steps, FORMAT)
-        sums = _add_packed(words, scale_ptr, zero_ptr, read, read_there, step, x, sums, scale, FORMAT)
-        scale = after
-    if unit_ptr is not None:
-        sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
+    x_ptrs = x_ptr + at_p.to(tl.int64)[None, :] * stride
+    if FORMAT[3]:
+        sums = _fp8_sums(stored, x_ptrs, unit_ptr + at_p, here, row, there, steps, INPUTS, FORMAT)
+    else:
+        sums = tl.zeros((HALVES * BLOCK_O, at_p.shape[0]), tl.float32)
+        scale = _scales(scale_ptr, row, there, 0, steps, FORMAT)
+        for step in range(0, steps):
+            at = step * STEP + tl.arange(0, STEP)
+            x = tl.load(x_ptrs + at[:, None], mask=here[None, :] & (at < INPUTS)[:, None], other=0)
+            words = load_words(weight_ptr, read, read_there, step, INPUTS, STEP, BITS)
+            after = _scales(scale_ptr, row, there, step + 1, steps, FORMAT)
+            sums = _add_packed(words, scale_ptr, zero_ptr, read, read_there, step, x, sums, scale, FORMAT)
+            scale = after
+        if unit_ptr is not None:
+            sums *= tl.load(unit_ptr + row, mask=there, other=0)[:, None]
     if bias_ptr is not None:
         sums = _add_bias(sums, bias_ptr + row, there)
     return sums
+
+
+@triton.jit
+def _fp8_sums(stored, x_ptrs, unit_ptrs, here, row, there, steps, INPUTS: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the products with weights in FP8."""
+    STEP: tl.constexpr = FORMAT[0]
+    GROUPED: tl.constexpr = FORMAT[7]
+    WIDTH: tl.constexpr = (INPUTS + STEP - 1) // STEP * STEP
+    weight_ptr, scale_ptr, _, _, _ = stored
+    sums = tl.zeros((row.shape[0], here.shape[0]), tl.float32)
+    for step in tl.range(0, steps, num_stages=FORMAT[10]):  # with which scales are prefetched, too
+        at = step * STEP + tl.arange(0, STEP)
+        weight = tl.load(weight_ptr + row[:, None] * WIDTH + at[None, :], mask=there[:, None], other=0.0)
+        x = tl.load(x_ptrs + at[:, None], mask=here[None, :] & (at < INPUTS)[:, None], other=0.0)
+        if GROUPED:
+            product = tl.dot(weight, x)
+            scale = _scales(scale_ptr, row, there, step, steps, FORMAT)
+            sums = tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
+        else:
+            sums = tl.dot(weight, x, sums)
+    sums *= tl.load(unit_ptrs, mask=here, other=0)[None, :]
+    return sums if GROUPED else sums * _scales(scale_ptr, row, there, 0, steps, FORMAT)[:, None]
 
 
 @triton.jit
@@ -489,7 +546,6 @@ def _add_packed(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FO
     """Return ``sums`` plus the products of a step's inputs ``x`` and its weight, of the rows that ``words`` are."""
     BITS: tl.constexpr = FORMAT[1]
     GROUP: tl.constexpr = FORMAT[2]  # of floats of 4 bits
-    FP8: tl.constexpr = FORMAT[3]
     TOTAL: tl.constexpr = FORMAT[4]
     WARPS: tl.constexpr = FORMAT[9]
     if GROUP:
@@ -498,7 +554,7 @@ def _add_packed(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FO
         return add_step(in_rows(weight, WARPS), x, sums)
     else:
         if BITS == 8:
-            weight = weight_of_bytes(words, FP8, x.dtype)
+            weight = weight_of_bytes(words, x.dtype)
         elif zero_ptr is not None:
             zero = number_of(zero_ptr + row, step, TOTAL, there, tl.uint8)
             weight = weight_of_nibbles(words, zero.to(tl.int32), True, x.dtype)

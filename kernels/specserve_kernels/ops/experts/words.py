@@ -1,4 +1,4 @@
-"""A step's weight of 4-bit integers, FP8 or int8 as floats of the activations' dtype, made where threads read it.
+"""A step's weight of 4-bit integers or int8 as floats of the activations' dtype, made where threads read it.
 
 Four threads read 64 contiguous bytes of a row, 16 each, and a warp 8 adjacent rows. Tensor cores take 16 inputs at a
 time, of which a thread has two adjacent ones of each half, and for a warp 16 adjacent rows. So that nothing moves
@@ -31,27 +31,8 @@ def _pairs_of_nibbles(half: bool, zeros: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _pairs_of_fp8(half: bool) -> str:
-    """PTX that makes the two pairs of a word (``$4``): sign, exponent and fraction are put where a 16-bit float has
-    them, and their number is multiplied by a power of two. What is not a number becomes 480."""
-    by, mask, power, kind = (7, 0x3F80, 0x5C00, "f16x2") if half else (4, 0x07F0, 0x7B80, "bf16x2")
-    lines = ["{", ".reg .b32 size, sign, power, none;", "mov.b32 none, 0x80008000;"]
-    lines.append(f"mov.b32 power, {power * 0x10001};")
-    low = f"mul.lo.u32 size, $4, {1 << by}; mul.lo.u32 sign, $4, 256;"
-    for number, places in enumerate((low, f"shr.b32 size, $4, {8 - by}; mov.b32 sign, $4;")):
-        lines += [
-            places,
-            "and.b32 sign, sign, 0x80008000;",
-            f"lop3.b32 size, size, {mask * 0x10001}, sign, 0xea;",
-            f"fma.rn.{kind} size, size, power, none;",
-            f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, size;",
-        ]
-    return "\n".join([*lines, "}"])
-
-
 _OF_NIBBLES = tl.constexpr((_pairs_of_nibbles(False, False), _pairs_of_nibbles(True, False)))
 _OF_NIBBLES_LESS = tl.constexpr((_pairs_of_nibbles(False, True), _pairs_of_nibbles(True, True)))
-_OF_FP8 = tl.constexpr((_pairs_of_fp8(False), _pairs_of_fp8(True)))
 """In bfloat16 and float16."""
 
 
@@ -119,33 +100,25 @@ def _nibble(words, less, BY: tl.constexpr, ZEROS: tl.constexpr):
 
 
 @triton.jit
-def weight_of_bytes(words, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Return the weight ``[O, STEP]`` of words ``[B, O, W]`` of FP8 or int8."""
+def weight_of_bytes(words, dtype: tl.constexpr):
+    """Return the weight ``[O, STEP]`` of words ``[B, O, W]`` of int8."""
     BOXES: tl.constexpr = words.shape[0]
     ROWS: tl.constexpr = words.shape[1]
     EACH: tl.constexpr = words.shape[2] // 4
     words = tl.reshape(words, (BOXES, ROWS, 4, EACH))
-    PAIRED: tl.constexpr = _COMPILED and dtype.primitive_bitwidth == 16 and FP8
-    if PAIRED:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _OF_FP8[dtype == tl.float16],
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b = _byte(words, 0, FP8, dtype), _byte(words, 16, FP8, dtype)
-        c, d = _byte(words, 8, FP8, dtype), _byte(words, 24, FP8, dtype)
+    a, b, c, d = (
+        _byte(words, 0, dtype),
+        _byte(words, 16, dtype),
+        _byte(words, 8, dtype),
+        _byte(words, 24, dtype),
+    )
     pairs = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (1, 0, 3, 5, 2, 4))
-    ordered = tl.reshape(pairs, (ROWS, BOXES * EACH * 16))
-    return ordered.to(dtype, bitcast=True) if PAIRED else ordered
+    return tl.reshape(pairs, (ROWS, BOXES * EACH * 16))
 
 
 @triton.jit
-def _byte(words, BY: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    return (words >> BY & 255).to(tl.uint8).to(tl.float8e4nv if FP8 else tl.int8, bitcast=True).to(dtype)
+def _byte(words, BY: tl.constexpr, dtype: tl.constexpr):
+    return (words >> BY & 255).to(tl.uint8).to(tl.int8, bitcast=True).to(dtype)
 
 
 @triton.jit

@@ -14,16 +14,19 @@ from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import Gate, apply_gate
 from specserve_kernels.reference.linear.linear import linear
 from specserve_kernels.reference.linear.packed import Packed, dequantize_packed
+from specserve_kernels.reference.linear.quantize import FP8, Rounded, given, rounded_inputs
 
 
 class ExpertWeights(NamedTuple):
     """Stacked weights: ``gate_up`` ``[E, O, H]``, O = 2 I, gates first, and ``down`` ``[E, H, I]``; as in a file, with
-    the same rows, but two dimensions. And their biases, or None."""
+    the same rows, but two dimensions. And their biases, or None. ``rounded``: whether they are plain numbers of FP8
+    weights, whose inputs are rounded to FP8 as those of ``Packed`` are."""
 
     gate_up: Tensor | Packed
     down: Tensor | Packed
     gate_up_bias_EO: Tensor | None = None
     down_bias_EH: Tensor | None = None
+    rounded: tuple[bool, bool] = (False, False)
 
     def sizes(self, hidden: int) -> tuple[int, int]:
         """Return E and I."""
@@ -50,8 +53,15 @@ def _weight_of(weight: Tensor | Packed, number: int, count: int, dtype: torch.dt
     return dequantize_packed(weight, dtype, row_O + number * len(row_O))
 
 
+def _as_read(x_TI: Tensor, weight: Tensor | Packed, rounded: bool) -> Tensor:
+    """Return what an expert's weight multiplies."""
+    if rounded or (isinstance(weight, Packed) and weight.values.dtype == FP8):
+        return rounded_inputs(x_TI, FP8).to(x_TI.dtype)
+    return x_TI
+
+
 def run_experts(
-    x_TH: Tensor,
+    x_TH: Tensor | Rounded,
     routes: Routes,
     experts: ExpertWeights,
     gate: Gate,
@@ -61,11 +71,17 @@ def run_experts(
 ) -> Tensor:
     """Return the sum of each token's experts' outputs, times their weights, in the order of the experts, then
     ``shared``, the output of the expert of all tokens or its weights: added in float32 at least, and rounded once.
-    ``experts``: those from ``first`` on, of ``total``, or all; others add nothing."""
+    ``experts``: those from ``first`` on, of ``total``, or all; others add nothing. Inputs of FP8 weights, x and each
+    expert's own, are rounded to FP8, with a scale for each token. ``Rounded`` x must have what was rounded."""
+    x_TH = given(x_TH)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     out_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     count, _ = experts.sizes(x_TH.shape[1])
-    here, own_TK = range(count), routes.expert_TK - first
+    read_TH, here, own_TK = (
+        _as_read(x_TH, experts.gate_up, experts.rounded[0]),
+        range(count),
+        routes.expert_TK - first,
+    )
     for number in (each for each in own_TK.unique().tolist() if each in here) if x_TH.is_cpu else here:
         yes_TK = own_TK == number
         # Elsewhere the host would have to wait for the tokens' numbers; the others have a weight of 0.
@@ -77,7 +93,8 @@ def run_experts(
         gate_up_OH, down_HI = (
             _weight_of(each, number, count, x_TH.dtype) for each in (experts.gate_up, experts.down)
         )
-        inner_XI = apply_gate(F.linear(x_TH[token_X], gate_up_OH, bias_O), gate)
+        inner_XI = apply_gate(F.linear(read_TH[token_X], gate_up_OH, bias_O), gate)
+        inner_XI = _as_read(inner_XI, experts.down, experts.rounded[1])
         made_XH = F.linear(inner_XI, down_HI, bias_H).to(wide)
         out_TH[token_X] += weight_X1.to(wide) * made_XH
     if isinstance(shared, SharedWeights):

@@ -43,6 +43,13 @@ class Rounded(NamedTuple):
         return values_TI * unit_TG
 
 
+def given(x_TI: Tensor | Rounded) -> Tensor:
+    """Return activations as they were before they were quantized."""
+    found = x_TI if isinstance(x_TI, Tensor) else x_TI.given_TI
+    assert found is not None
+    return found
+
+
 def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     """Quantize each group of 128 activations of a token to int8, or all of them to float8_e4m3fn or 15 bits (int16).
     The scale maps the largest magnitude to the largest number. For numbers that are not finite, int8 is undefined; with
