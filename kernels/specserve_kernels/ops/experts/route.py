@@ -66,7 +66,7 @@ def route(
         made(tiles + 1, 3),
     )
     choosers = _FEWEST if tokens <= _FEWEST else _BLOCK_T
-    warps = 8 if split > 1 and choosers == _BLOCK_T else max(4, next_power_of_2(experts) // 32)
+    warps = 4 if tokens <= _FEWEST else 8 if split > 1 else max(4, next_power_of_2(experts) // 32)
     place = {"E": experts, "K": chosen, "BLOCK_P": tile, "ROWS": _BLOCK_T, "num_warps": warps, **overlap()}
     _route_kernel[(blocks, cdiv(experts, BLOCK_E), split)](
         x_TH,
@@ -96,6 +96,7 @@ def route(
         GROUP_BEST=routing.group_best,
         BLOCK_G=next_power_of_2(routing.groups),
         BLOCK_X=next_power_of_2(experts // routing.groups),
+        BLOCK_K=next_power_of_2(chosen),
         BLOCK_E=BLOCK_E,
         PART=part,
         BLOCK_H=part if x_TH.element_size() == 2 else 32,
@@ -148,6 +149,7 @@ def _route_kernel(
     GROUP_BEST: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PART: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -191,15 +193,19 @@ def _route_kernel(
     if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") != last:
         return
     tl.store(tickets_ptr + block, 0)
-    t, f = block * ROWS + tl.arange(0, CHOOSERS), tl.arange(0, BLOCK_G * BLOCK_X)
-    expert = f // BLOCK_X * (E // GROUPS) + f % BLOCK_X
-    expert = tl.max_contiguous(expert, max(2, BLOCK_G * BLOCK_X // 32))  # so that a warp has all of a token's
-    there = (f // BLOCK_X < GROUPS) & (f % BLOCK_X < E // GROUPS)
-    here = (t < tokens)[:, None] & there[None, :]
-    logits = tl.zeros((CHOOSERS, BLOCK_G * BLOCK_X), tl.float32)
+    WIDTH: tl.constexpr = BLOCK_G * BLOCK_X
+    t, f, k = block * ROWS + tl.arange(0, CHOOSERS), tl.arange(0, WIDTH), tl.arange(0, BLOCK_K)
+    expert, there = _expert_at(f, E, GROUPS, BLOCK_X), (f // BLOCK_X < GROUPS) & (f % BLOCK_X < E // GROUPS)
+    # Loaded so that a warp has all of a token's: 32 lanes read 4 each.
+    LOADED: tl.constexpr = min(WIDTH, 128)
+    beside = tl.arange(0, WIDTH // LOADED)[None, :, None] * LOADED + tl.arange(0, LOADED)[None, None, :]
+    here = (t < tokens)[:, None, None] & (beside // BLOCK_X < GROUPS) & (beside % BLOCK_X < E // GROUPS)
+    beside = tl.max_contiguous(_expert_at(beside, E, GROUPS, BLOCK_X), (1, 1, max(1, LOADED // 32)))
+    parts = tl.zeros((CHOOSERS, WIDTH // LOADED, LOADED), tl.float32)
     for part in tl.static_range(SPLIT):
-        part_ptrs = logits_ptr + (part * tokens + t).to(tl.int64)[:, None] * E + expert[None, :]
-        logits += tl.load(part_ptrs, mask=here, other=0, cache_modifier=".cg")
+        part_ptrs = logits_ptr + (part * tokens + t).to(tl.int64)[:, None, None] * E + beside
+        parts += tl.load(part_ptrs, mask=here, other=0, cache_modifier=".cg")
+    logits = tl.reshape(parts, (CHOOSERS, WIDTH))
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=there, other=0).to(tl.float32)[None, :]
     if SOFTMAX:
@@ -217,34 +223,44 @@ def _route_kernel(
     if GROUPS > 1:
         wish = _within_groups(wish, GROUPS, CHOSEN_GROUPS, GROUP_BEST, BLOCK_G, BLOCK_X)
     wish = _in_order(wish)
-    chosen, total = f[None, :] < tl.zeros((CHOOSERS, 1), tl.int32), tl.zeros((CHOOSERS,), tl.float32)
-    for _ in tl.static_range(K):
+    at_TK, share_TK = tl.full((CHOOSERS, BLOCK_K), WIDTH, tl.int32), tl.zeros((CHOOSERS, BLOCK_K), tl.float32)
+    total = tl.zeros((CHOOSERS,), tl.float32)
+    for turn in range(tl.minimum(tokens, 1) * K):  # which the compiler does not know, and does not unroll
         best = tl.max(wish, 1)
-        at = tl.min(tl.where(wish == best[:, None], f[None, :], BLOCK_G * BLOCK_X), 1)
+        at = tl.min(tl.where(wish == best[:, None], f[None, :], WIDTH), 1)
         hit = f[None, :] == at[:, None]
-        chosen = chosen | hit
+        if correction_ptr is None:
+            found = _in_order_bits(best).to(tl.float32, bitcast=True)
+        else:  # no score is negative
+            bits = tl.where(hit, score.to(tl.int32, bitcast=True), 0)
+            found = tl.max(bits, 1).to(tl.float32, bitcast=True)
+        total += found
         wish = tl.where(hit, -(2**31), wish)
-        if NORMALIZE:
-            found = tl.where(hit, score.to(tl.int32, bitcast=True), 0)  # no score is negative
-            total += tl.max(found, 1).to(tl.float32, bitcast=True)
-    weight = score
+        at_TK = tl.where(k[None, :] == turn, at[:, None], at_TK)
+        share_TK = tl.where(k[None, :] == turn, found[:, None], share_TK)
     if NORMALIZE:
-        weight = weight / (total + 1e-20)[:, None]
-    chosen = chosen & here
-    taken = chosen.to(tl.int32)
-    pair = t[:, None] * K + tl.cumsum(taken, 1) - taken
-    rank = tl.cumsum(taken, 0) - taken
-    count = tl.sum(taken, 0, keep_dims=True)
-    tl.store(expert_ptr + pair, tl.broadcast_to(expert[None, :], pair.shape), mask=chosen)
-    tl.store(share_ptr + pair, weight * scale, mask=chosen)
-    if PLACED == 1:
+        share_TK = share_TK / (total + 1e-20)[:, None]
+    # Bits of the tokens that chose an expert: their number, and that of earlier ones, are those of an expert's pairs.
+    chose = (wish == -(2**31)) & (t < tokens)[:, None]
+    bits = tl.sum(tl.where(chose, 1 << tl.arange(0, CHOOSERS)[:, None], 0), 0)
+    count = _ones(bits)[None, :]
+    own = (k < K)[None, :] & (t < tokens)[:, None]
+    pair = t[:, None] * K + tl.sum((at_TK[:, None, :] < at_TK[:, :, None]).to(tl.int32), 2)
+    earlier = (1 << tl.arange(0, CHOOSERS)) - 1
+    at = tl.reshape(tl.where(own, at_TK, 0), (CHOOSERS * BLOCK_K,))
+    if PLACED == 1:  # with where an expert's pairs begin, in the bits that are left
         begin, tile, used = _begins(count, BLOCK_P)
-        tl.store(order_ptr + begin + rank, pair, mask=chosen)
-        tile_ptrs = tile_ptr + tl.broadcast_to(tile * 3, rank.shape)
-        _store_tiles(tile_ptrs, expert[None, :], begin, begin + count, chosen & (rank == 0))
+        bits += tl.reshape(begin, (WIDTH,)) << 16
+    bits = tl.reshape(tl.gather(bits, at, 0), (CHOOSERS, BLOCK_K))
+    rank = _ones(bits & earlier[:, None])
+    tl.store(expert_ptr + pair, _expert_at(at_TK, E, GROUPS, BLOCK_X), mask=own)
+    tl.store(share_ptr + pair, share_TK * scale, mask=own)
+    if PLACED == 1:
+        tl.store(order_ptr + (bits >> 16) + rank, pair, mask=own)
+        _store_tiles(tile_ptr + tile * 3, expert[None, :], begin, begin + count, count > 0)
         _store_unused(tile_ptr, used, tiles, E)
     else:
-        tl.store(rank_ptr + pair, rank, mask=chosen)
+        tl.store(rank_ptr + pair, rank, mask=own)
         tl.store(count_ptr + block * E + expert[None, :], count, mask=there[None, :])
     if PLACED > 1:
         last = tl.num_programs(0)
@@ -281,8 +297,27 @@ def _add_products(x, weight, sums, SAME: tl.constexpr):
 @triton.jit
 def _in_order(x):
     """Return integers in the order of floats, except NaN, of which a warp finds the largest in one instruction."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # of one zero
+    return _in_order_bits((x + 0.0).to(tl.int32, bitcast=True))  # of one zero
+
+
+@triton.jit
+def _in_order_bits(bits):
+    """Its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _ones(bits):
+    """Count them, of 16 bits."""
+    bits = (bits & 0x5555) + ((bits >> 1) & 0x5555)
+    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+    bits = (bits & 0x0F0F) + ((bits >> 4) & 0x0F0F)
+    return (bits & 0xFF) + (bits >> 8)
+
+
+@triton.jit
+def _expert_at(f, E: tl.constexpr, GROUPS: tl.constexpr, BLOCK_X: tl.constexpr):
+    return f // BLOCK_X * (E // GROUPS) + f % BLOCK_X
 
 
 @triton.jit
