@@ -86,21 +86,35 @@ def test_sums_in_one_shot_and_in_two_have_the_order_of_ranks(count: int, dtype: 
     assert all(torch.equal(each.view(dtype), torch.cat(expected)) for each in found)
 
 
-def test_a_norm_adds_the_parts_of_its_rows() -> None:
-    """Between launches that do nothing else."""
-    part_NTH, residual_TH, weight_H = torch.randn(2, 3, 100), torch.randn(3, 100), torch.randn(100)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_norm_adds_the_parts_of_its_rows(count: int) -> None:
+    """Between launches that do nothing else. Of several after each other, narrower ones and those of fewer rows leave
+    nothing behind. A number that looks as if nothing had come stays what it is."""
+    part_NTH, residual_TH, weight_H = torch.randn(count, 3, 300), torch.randn(3, 300), torch.randn(300)
+    part_NTH[0, 1, 2] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN
 
     def work(shared: Shared) -> Tensor:
-        own_TH = part_NTH[shared.rank]
-        total_TH = sum_parts(own_TH, shared)
-        found = add_rms_norm(Parts(own_TH, shared), residual_TH, weight_H, 1e-5)
-        expected = add_rms_norm(total_TH, residual_TH, weight_H, 1e-5)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        assert torch.equal(sum_parts(own_TH, shared), total_TH)
-        return found[1]
+        totals = []
+        for rows, width in ((3, 300), (1, 300), (3, 100), (1, 100), (3, 300)):
+            own_TH = part_NTH[shared.rank, :rows, :width].contiguous()
+            given = residual_TH[:rows, :width].contiguous(), weight_H[:width], 1e-5
+            total_TH = sum_parts(own_TH, shared)
+            found = add_rms_norm(Parts(own_TH, shared), *given)
+            expected = add_rms_norm(total_TH, *given)
+            assert all(same(*each) for each in zip(found, expected, strict=True))
+            totals.append(add_rms_norm(Parts(own_TH, shared), *given)[1])
+            assert same(totals[-1], found[1])
+        return totals[-1]
 
-    total_TH = part_NTH[0] + part_NTH[1] + residual_TH
-    assert all(torch.equal(each.view(total_TH.dtype), total_TH.flatten()) for each in on_ranks(2, work, 1200))
+    total_TH = part_NTH[0]
+    for part_TH in part_NTH[1:]:
+        total_TH = total_TH + part_TH
+    found = on_ranks(count, work, 3600)
+    assert all(same(each.view(torch.float32), (total_TH + residual_TH).flatten()) for each in found)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 @pytest.mark.parametrize("unit", [1, 8])
@@ -125,8 +139,15 @@ def test_columns_are_joined_and_rows_picked(unit: int) -> None:
     assert all(torch.equal(each.view(whole.dtype), whole.flatten()) for each in found)
 
 
+def norm_of(part_TH: Tensor, shared: Shared) -> object:
+    return add_rms_norm(Parts(part_TH, shared), part_TH, part_TH[0], 1e-5)
+
+
+@pytest.mark.parametrize("launch", [sum_parts, norm_of])
 @pytest.mark.parametrize("stop", [True, False])
-def test_a_wait_ends_when_the_host_says_so_or_has_counted_enough(stop: bool) -> None:
+def test_a_wait_ends_when_the_host_says_so_or_has_counted_enough(
+    stop: bool, launch: Callable[[Tensor, Shared], object]
+) -> None:
     """The other rank launches nothing."""
     memory, host = [mapped(shared_bytes(2)) for _ in range(2)], mapped(24).view(torch.int64)
     host[0], host[2] = stop, 5
@@ -140,7 +161,7 @@ def test_a_wait_ends_when_the_host_says_so_or_has_counted_enough(stop: bool) -> 
     timer = threading.Thread(target=count)
     timer.start()
     with patch.object(exchange, "LOOK", tl.constexpr(16)):
-        sum_parts(torch.ones(8), Shared(0, addresses, torch.zeros(exchange.PROGRAMS, dtype=torch.int64)))
+        launch(torch.ones(1, 8), Shared(0, addresses, torch.zeros(exchange.PROGRAMS, dtype=torch.int64)))
     ended.set()
     timer.join()
     assert host[0] == (1 if stop else 2)

@@ -6,6 +6,9 @@ so that captured launches need no arguments. There are two slots for each rank, 
 second time has read what the first exchange brought. Program b waits for other ranks' programs b alone, so as long as
 all programs of a launch run beside each other, no order of ranks' launches is a deadlock.
 
+Where a program has one exchange in its launch (``sum_row``) there are no flags: numbers are sent inverted to slots that
+hold zeros, and who has read them puts zeros back. Its next exchange, in a later launch, says that it has.
+
 All ranks must launch the same in the same order. All waits end when ``stop`` is set, by the host or by a wait that took
 too long, to 1 + the rank it waited for; results are undefined from then on.
 
@@ -39,8 +42,8 @@ it again."""
 
 
 def shared_bytes(ranks: int) -> int:
-    """Return the bytes of each rank's memory: flags ``[P, N]``, then slots ``[P, 2, N]``."""
-    return PROGRAMS * ranks * (8 + 2 * SLOT)
+    """Return the bytes of each rank's memory: flags ``[P, N]``, then slots ``[P, 2, N]``, and such without flags."""
+    return PROGRAMS * ranks * (8 + 4 * SLOT)
 
 
 def sum_parts(part: Tensor, shared: Shared, two_shot: bool | None = None) -> Tensor:
@@ -201,11 +204,41 @@ def _sum_kernel(
 @triton.jit
 def sum_row(x, i, addresses_ptr, counts_ptr, rank, N: tl.constexpr, P: tl.constexpr, BYTES: tl.constexpr):
     """Return the sum over ranks of ``x``, the only piece of this program in its launch, at places ``i``."""
+    SIZE: tl.constexpr = x.dtype.primitive_bitwidth
+    tl.static_assert(SIZE >= 16)
+    kind: tl.constexpr = tl.int16 if SIZE == 16 else tl.int32 if SIZE == 32 else tl.int64
+    wide: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
     program = tl.program_id(0)
-    count = tl.atomic_add(counts_ptr + program, tl.cast(1, tl.int64), sem="relaxed", scope="gpu") + 1
+    count = tl.load(counts_ptr + program, cache_modifier=".cg") + 1
+    word = ~x.to(kind, bitcast=True)
+    word = tl.where(word == 0, 1, word)  # of a NaN
     for to in tl.static_range(N):
-        tl.store(_slot(addresses_ptr, to, rank, program, count, x.dtype, N, P, BYTES) + i, x)
-    return _add(addresses_ptr, rank, program, count, i, x.dtype, N, P, BYTES).to(x.dtype)
+        if to != rank:
+            tl.store(_slot(addresses_ptr, to, rank, program + P, count, kind, N, P, BYTES) + i, word)
+    total, stopped = tl.zeros(i.shape, wide), tl.zeros((), tl.int64)
+    for source in tl.static_range(N):
+        part = x
+        if source != rank:
+            slot = _slot(addresses_ptr, rank, source, program + P, count, kind, N, P, BYTES)
+            word, stopped = _arrived(slot + i, addresses_ptr, source, stopped, N)
+            part = (~word).to(x.dtype, bitcast=True)
+            tl.store(slot + i, tl.zeros(i.shape, kind))
+        total = part.to(wide) if source == 0 else total + part.to(wide)
+    tl.store(counts_ptr + program, count)
+    return total.to(x.dtype)
+
+
+@triton.jit
+def _arrived(word_ptrs, addresses_ptr, source, stopped, N: tl.constexpr):
+    """Return another rank's words, once all have come, and whether all waits end."""
+    word = tl.load(word_ptrs, volatile=True)
+    polls, since = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+    while (tl.min((word != 0).to(tl.int32), 0) == 0) & (stopped == 0):
+        word = tl.load(word_ptrs, volatile=True)
+        polls += 1
+        if polls % LOOK == 0:
+            since, stopped = _look(addresses_ptr, source, polls, since, N)
+    return word, stopped
 
 
 @triton.jit
@@ -328,7 +361,6 @@ def _meet(addresses_ptr, rank, program, count, N: tl.constexpr):
             flag = tl.load(addresses_ptr + to) + (program * N + rank) * _WORD
             tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
     flags = tl.load(addresses_ptr + rank)
-    host_ptr = tl.load(addresses_ptr + N).to(tl.pointer_type(tl.int64))
     for source in tl.static_range(N):
         if source != rank:
             flag = (flags + (program * N + source) * _WORD).to(tl.pointer_type(tl.int64))
@@ -336,10 +368,18 @@ def _meet(addresses_ptr, rank, program, count, N: tl.constexpr):
             while tl.atomic_add(flag, tl.zeros((), tl.int64), sem="acquire", scope="sys") < count:
                 polls += 1
                 if polls % LOOK == 0:
-                    now, limit = tl.load(host_ptr + 1, volatile=True), tl.load(host_ptr + 2, volatile=True)
-                    since = tl.where(polls == LOOK, now, since)
-                    if tl.load(host_ptr, volatile=True) != 0:
-                        count = count * 0
-                    elif (limit > 0) & (now - since > limit):
-                        tl.store(host_ptr, source + 1)
+                    since, stopped = _look(addresses_ptr, source, polls, since, N)
+                    count = tl.where(stopped != 0, 0, count)
     tl.debug_barrier()
+
+
+@triton.jit
+def _look(addresses_ptr, source, polls, since, N: tl.constexpr):
+    """Return the host's time at the first look of a wait for ``source``, and whether all waits end."""
+    host_ptr = tl.load(addresses_ptr + N).to(tl.pointer_type(tl.int64))
+    now, limit = tl.load(host_ptr + 1, volatile=True), tl.load(host_ptr + 2, volatile=True)
+    since = tl.where(polls == LOOK, now, since)
+    stopped = tl.load(host_ptr, volatile=True)
+    if (stopped == 0) & (limit > 0) & (now - since > limit):
+        tl.store(host_ptr, source + 1)
+    return since, stopped
