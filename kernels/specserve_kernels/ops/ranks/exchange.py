@@ -42,7 +42,7 @@ it again."""
 
 
 def shared_bytes(ranks: int) -> int:
-    """Return the bytes of each rank's memory: flags ``[P, N]``, then slots ``[P, 2, N]``, and such without flags."""
+    """Return the bytes of each rank's memory: flags ``[P, N]``, then slots ``[2, N, P]``, and such without flags."""
     return PROGRAMS * ranks * (8 + 4 * SLOT)
 
 
@@ -182,20 +182,22 @@ def _sum_kernel(
     for number in range(program, rounds, step):
         count += 1
         first = number * (BLOCK * pieces)
-        for to in tl.static_range(N):
+        for turn in tl.static_range(N):
+            to = (rank + turn) % N
             at = first + (to * BLOCK if TWO_SHOT else 0) + i
             x = tl.load(part_ptr + at, mask=at < size, other=0)
-            tl.store(_slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES) + i, x)
+            tl.store(_slot(addresses_ptr, to, rank, program, count % 2, dtype, N, P, BYTES) + i, x)
         total = _add(addresses_ptr, rank, program, count, i, dtype, N, P, BYTES)
         if TWO_SHOT:
             count += 1
-            for to in tl.static_range(N):
-                slot = _slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES)
+            for turn in tl.static_range(N):
+                to = (rank + turn) % N
+                slot = _slot(addresses_ptr, to, rank, program, count % 2, dtype, N, P, BYTES)
                 tl.store(slot + i, total.to(dtype))
             _meet(addresses_ptr, rank, program, count, N)
             for source in tl.static_range(N):
                 at = first + source * BLOCK + i
-                slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+                slot = _slot(addresses_ptr, rank, source, program, count % 2, dtype, N, P, BYTES)
                 tl.store(out_ptr + at, tl.load(slot + i, cache_modifier=".cg"), mask=at < size)
         else:
             tl.store(out_ptr + first + i, total.to(dtype), mask=first + i < size)
@@ -212,14 +214,14 @@ def sum_row(x, i, addresses_ptr, counts_ptr, rank, N: tl.constexpr, P: tl.conste
     count = tl.load(counts_ptr + program, cache_modifier=".cg") + 1
     word = ~x.to(kind, bitcast=True)
     word = tl.where(word == 0, 1, word)  # of a NaN
-    for to in tl.static_range(N):
-        if to != rank:
-            tl.store(_slot(addresses_ptr, to, rank, program + P, count, kind, N, P, BYTES) + i, word)
+    for turn in tl.static_range(1, N):
+        to = (rank + turn) % N
+        tl.store(_slot(addresses_ptr, to, rank, program, 2 + count % 2, kind, N, P, BYTES) + i, word)
     total, stopped = tl.zeros(i.shape, wide), tl.zeros((), tl.int64)
     for source in tl.static_range(N):
         part = x
         if source != rank:
-            slot = _slot(addresses_ptr, rank, source, program + P, count, kind, N, P, BYTES)
+            slot = _slot(addresses_ptr, rank, source, program, 2 + count % 2, kind, N, P, BYTES)
             word, stopped = _arrived(slot + i, addresses_ptr, source, stopped, N)
             part = (~word).to(x.dtype, bitcast=True)
             tl.store(slot + i, tl.zeros(i.shape, kind))
@@ -258,7 +260,7 @@ def _add(
     _meet(addresses_ptr, rank, program, count, N)
     total = tl.zeros(i.shape, wide)
     for source in tl.static_range(N):
-        slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+        slot = _slot(addresses_ptr, rank, source, program, count % 2, dtype, N, P, BYTES)
         x = tl.load(slot + i, cache_modifier=".cg").to(wide)
         total = x if source == 0 else total + x
     return total
@@ -294,13 +296,14 @@ def _join_kernel(
         at = number * BLOCK + i
         t, column = at // WIDE, at % WIDE
         x = tl.load(part_ptr + t * own + column, mask=(at < size) & (column < own), other=0)
-        for to in tl.static_range(N):
-            tl.store(_slot(addresses_ptr, to, rank, program, count, dtype, N, P, BYTES) + i, x)
+        for turn in tl.static_range(N):
+            to = (rank + turn) % N
+            tl.store(_slot(addresses_ptr, to, rank, program, count % 2, dtype, N, P, BYTES) + i, x)
         _meet(addresses_ptr, rank, program, count, N)
         for source in tl.static_range(N):
             first = units * source // N * UNIT
             end = V if source + 1 == N else units * (source + 1) // N * UNIT
-            slot = _slot(addresses_ptr, rank, source, program, count, dtype, N, P, BYTES)
+            slot = _slot(addresses_ptr, rank, source, program, count % 2, dtype, N, P, BYTES)
             x = tl.load(slot + i, cache_modifier=".cg")
             tl.store(out_ptr + t * V + first + column, x, mask=(at < size) & (column < end - first))
 
@@ -339,15 +342,16 @@ def _slot(
     at,
     source,
     program,
-    count,
+    kind,
     dtype: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Return where rank ``source`` leaves a piece for rank ``at``."""
-    place = ((program * 2 + count % 2) * N + source) * BYTES
-    slot = (tl.load(addresses_ptr + at) + P * N * _WORD + place).to(tl.pointer_type(dtype))
+    """Return where rank ``source`` leaves a piece for rank ``at``: in the first or second slot of either kind. All
+    programs' stand next to each other, so that few pages hold what a launch sends."""
+    place = (kind * N + source) * P + program
+    slot = (tl.load(addresses_ptr + at) + P * N * _WORD + place * BYTES).to(tl.pointer_type(dtype))
     return tl.multiple_of(slot, 16)
 
 
@@ -356,10 +360,9 @@ def _meet(addresses_ptr, rank, program, count, N: tl.constexpr):
     """Tell the other ranks that this one's pieces of exchange ``count`` are in place, and wait for theirs. The barriers
     order its own."""
     tl.debug_barrier()
-    for to in tl.static_range(N):
-        if to != rank:
-            flag = tl.load(addresses_ptr + to) + (program * N + rank) * _WORD
-            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
+    for turn in tl.static_range(1, N):
+        theirs = tl.load(addresses_ptr + (rank + turn) % N) + (program * N + rank) * _WORD
+        tl.atomic_xchg(theirs.to(tl.pointer_type(tl.int64)), count, sem="release", scope="sys")
     flags = tl.load(addresses_ptr + rank)
     for source in tl.static_range(N):
         if source != rank:
