@@ -102,6 +102,7 @@ def test_what_is_trained_on_a_gpu_has_gradients() -> None:
         *((28672, 4096, "silu", False), (30720, 3840, "gelu_tanh", False), (1536, 256, "silu", False)),
         *(
             (2304, 3072, None, False),
+            (1536, 4096, None, False),
             (96, 5120, None, False),
             (2880, 4096, None, True),
             (5120, 5120, None, True),

@@ -88,8 +88,9 @@ def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> Non
         return choose.for_plain(x, weight, None, gated) == "swap_ab"
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
+    few = 1536, 4096
     assert not any(
-        serves(tokens, *each) for tokens in (1, 8, 65, 96, 129) for each in (qkv, o, gate_up, down, head)
+        serves(tokens, *each) for tokens in (1, 8, 65, 96, 129) for each in (qkv, o, gate_up, down, head, few)
     )
     for tokens in (9, 16):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
@@ -99,6 +100,10 @@ def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(True, False, True, False, True)
         ]
+        assert all(serves(tokens, *each) for each in (few, (1792, 5120), (1024, 3072)))
+        assert not any(
+            serves(tokens, *each) for each in ((4096, 1024), (2048, 4096), (1280, 2048), (128, 4096))
+        )
     for tokens in (97, 128):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, False)

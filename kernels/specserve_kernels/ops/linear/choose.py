@@ -2,7 +2,7 @@
 
 | weight | tokens | kernel | where |
 |---|---|---|---|
-| 16 bits, no bias | 9 to 128 | ``swap_ab`` | Hopper, if its programs fill the device |
+| 16 bits, no bias | 9 to 128 | ``swap_ab`` | Hopper, if its programs fill the device or are too few for cuBLAS |
 | 16 bits | up to 16; all for at most 128 outputs | ``few`` | all but wide heads |
 | 16 bits | others | ``cublas`` | |
 | as in a file, FP8, int8, 4 bits | up to 16 | ``streamed`` | Hopper, not gated |
@@ -41,6 +41,10 @@ LONE = 64  # most tokens for which a program of ``swap_ab`` has its multiprocess
 _HALF_EMPTY = 96  # most tokens for which a tile of 128 takes as long as cuBLAS
 _FULL = 0.7  # least share of the multiprocessors that programs of ``swap_ab`` occupy, over all waves
 _NARROW = 128  # outputs for which cuBLAS has one program: 85 microseconds for 64 tokens of 4,096 inputs
+_STARVED = 2048
+"""With fewer outputs and more inputs cuBLAS, which may not split K, has few programs, of 23 ns an input: 96 and 98
+microseconds for 32 and 64 tokens of 1,536 outputs and 4,096 inputs, a shard of four, where ``swap_ab`` takes 10 and 12;
+9 for 128 tokens, and for 64 of 2,048 outputs."""
 _HEAD = 1 << 16  # outputs from which a weight is a target's head, which cuBLAS multiplies
 FEW_OUTPUTS = 32  # of a program of ``few``, if multiprocessors have one or two programs each
 ROWS_EACH = 64  # outputs of a block that the copy engine brings
@@ -88,6 +92,8 @@ def _swaps(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
         wins = tokens <= LONE or (tokens > _HALF_EMPTY and gated)
     if not (wins and copies(x_TI) and copies(weight_OI)):
         return False
+    if tokens <= LONE and _NARROW < outputs < _STARVED < inputs:
+        return True
     limits = limits_of(x_TI.device)
     return _fills(swap_ab_config(outputs, inputs, tokens, gated, limits), outputs, limits)
 
