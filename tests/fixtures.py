@@ -157,7 +157,8 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     path = tmp_path_factory.mktemp("random")
     target = make_llama(path / "target")
     eagle = make_eagle(path / "eagle", target, fc_bias=True, qkv_bias=True)
-    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, draft_vocab=24, rope_theta=500.0))
+    eagle3 = make_eagle3(path / "eagle3", target, draft_vocab=24, rope_theta=500.0)
+    return Checkpoints(target, eagle, eagle3, {"DFLASH": make_block(path / "dflash", target)})
 
 
 @pytest.fixture(scope="session")

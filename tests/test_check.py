@@ -26,7 +26,7 @@ from specserve.models.gemma import GemmaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.worker import build_scheduler
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.drafters.eagle import DEFERRED
+from specserve.speculation.drafters.deferred import DEFERRED, Deferred
 from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
@@ -353,9 +353,9 @@ def test_no_head_copies_a_scaled_embedding(algorithm: str, tied: bool, tmp_path:
     model, head = scheduler.runner.context.target, head_of(scheduler)
     assert isinstance(model, GemmaModel)
     embedding, own = model.embed_tokens.weight, [*head.parameters(), *head.buffers()]
-    own += [
-        each for each in vars(scheduler.runner.context.drafter).values() if isinstance(each, torch.Tensor)
-    ]
+    drafter = scheduler.runner.context.drafter
+    kept = [vars(part) for part in vars(drafter).values() if isinstance(part, Deferred)]
+    own += [each for part in kept for each in part.values() if isinstance(each, torch.Tensor)]
     held = memory_needed(scheduler).draft - sum(each.nbytes for each in own)
     assert held == 0
     assert any(

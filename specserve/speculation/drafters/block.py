@@ -28,6 +28,7 @@ from specserve.models.draft.block import BlockHead
 from specserve.models.draft.block_source import load_block
 from specserve.models.draft.vocabulary import VocabMap
 from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.deferred import DEFERRED, Deferred
 from specserve.speculation.expand import expand, for_nodes
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -39,7 +40,9 @@ class BlockDrafter(Drafter):
     def __init__(self, name: str, head: BlockHead, target: ModelConfig, vocab: VocabMap | None) -> None:
         self.name = name
         config = head.config
-        self.needs = DrafterNeeds(config.taps, last_layer=target.num_layers in config.taps)
+        last = target.num_layers in config.taps
+        self.needs = DrafterNeeds(config.taps, last_layer=last, deferred=DEFERRED)
+        self._sizes = len(config.taps), target.hidden_size
         self.kv: Sequence[KVSpec] = [config.layer.kv(head.dtype)] * config.num_layers
         self.vocab_size = head.vocab_size
         self._head = head
@@ -52,6 +55,9 @@ class BlockDrafter(Drafter):
         loaded = load_block(draft, target)
         return cls(draft.name, loaded.module, target.config, loaded.vocab)
 
+    def allocate(self, rows: int, device: torch.device) -> None:
+        self._deferred = Deferred(rows, *self._sizes, self._head.dtype, device)
+
     def scratch(self, shape: StepShape) -> int:
         return self._head.config.block_size
 
@@ -59,6 +65,7 @@ class BlockDrafter(Drafter):
         """Store the entries of the prompts' tokens."""
         past_TH = self._head.past(states.tapped)
         self._store(context.pool, view.slots, past_TH, prompts.position_T, prompts.place_T)
+        self._deferred.reach(view.slots, prompts.end_B)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         head, states_LBH = self._head, self._run(context, view, shape.levels)
@@ -80,12 +87,24 @@ class BlockDrafter(Drafter):
         return expand(context, view, shape, sampling, self._vocab, forward, rate)
 
     def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """Store the entries of the accepted nodes, the root included."""
+        """Store the entries of the accepted nodes, the root included. Without drafts only keep the states."""
+        slots = view.slots
+        if accepted.path_BS.shape[1] == 1:
+            self._deferred.keep(slots, states)
+            return None
         path_N = accepted.path_BS.flatten()
         past_NH = self._head.past([state_TH[path_N] for state_TH in states.tapped])
         position_N = accepted.next_position_BS.flatten() - 1
-        self._store(context.pool, view.slots, past_NH, position_N, accepted.place_BS.flatten())
+        self._store(context.pool, slots, past_NH, position_N, accepted.place_BS.flatten())
+        self._deferred.reach(slots, slots.length_B + accepted.count_B)
         return None
+
+    def catch_up(self, context: Context, view: View) -> None:
+        """Store the entries of the tokens that steps without drafts left."""
+        left, slots = self._deferred.take(view.slots), view.slots
+        place_BD = (first_places(slots)[:, None] + left.position_BD).where(left.live_BD, -1)
+        past_NH = self._head.past(left.states)
+        self._store(context.pool, slots, past_NH, left.position_BD.flatten(), place_BD.flatten())
 
     def _run(self, context: Context, view: View, levels: int) -> Tensor:
         """Run a block after each slot's text. Return the states of its first levels, ``[L, B, H]``."""

@@ -29,14 +29,13 @@ from specserve.models.draft.token_map import PickedRows, read_named_map, score_b
 from specserve.models.draft.vocabulary import VocabMap
 from specserve.models.special_tokens import special_tokens
 from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.deferred import DEFERRED, Deferred
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.expand import attend_level, expand
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 log = logging.getLogger(__name__)
-
-DEFERRED = 8  # steps without drafts whose entries are stored at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +88,7 @@ class EagleDrafter(Drafter):
         self.vocabulary.set_rows(rows_R)
 
     def allocate(self, rows: int, device: torch.device) -> None:
-        """``_left_RDSH``: the target's states at a slot's last tokens, by position modulo DEFERRED. ``_reached_R``: the
-        position of the last entry that is stored."""
-        self._left_RDSH = torch.zeros(rows, DEFERRED, *self._sizes, dtype=self.head.dtype, device=device)
-        self._reached_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._deferred = Deferred(rows, *self._sizes, self.head.dtype, device)
 
     def scratch(self, shape: StepShape) -> int:
         """The root's entry, then those of each level but the last."""
@@ -113,7 +109,7 @@ class EagleDrafter(Drafter):
         place_B = (first_places(slots) + prompts.end_B).where(prompts.final_B, -1)
         self._store(pool, slots, prompts.next_B, last_BH, None, prompts.end_B, place_B)
         kept_RH[rows_B] = last_BH
-        self._reached_R[rows_B] = prompts.end_B
+        self._deferred.reach(slots, prompts.end_B)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         features_XH = context.state.slots.feature
@@ -133,9 +129,7 @@ class EagleDrafter(Drafter):
         keep the states from which the features are made."""
         slots = view.slots
         if accepted.path_BS.shape[1] == 1:
-            last_B = slots.rows_B, slots.length_B % DEFERRED
-            for index, state_TH in enumerate(states.tapped or [states.hidden_TH]):
-                self._left_RDSH[..., index, :][last_B] = state_TH
+            self._deferred.keep(slots, states)
             return None
         features_TH = self.head.fuse(states.hidden_TH, states.tapped)
         self._store(
@@ -147,29 +141,25 @@ class EagleDrafter(Drafter):
             accepted.next_position_BS.flatten(),
             accepted.next_place_BS.flatten(),
         )
-        self._reached_R[slots.rows_B] = slots.length_B + accepted.count_B
+        self._deferred.reach(slots, slots.length_B + accepted.count_B)
         return features_TH
 
     def catch_up(self, context: Context, view: View) -> None:
         """Store the entries that steps without drafts left, up to the root's."""
         slots, table = view.slots, context.state.slots
-        reached_B = self._reached_R[slots.rows_B]
-        count_B = slots.length_B - reached_B
-        step_D = torch.arange(DEFERRED, device=count_B.device)
-        live_BD = step_D < count_B[:, None]
-        position_BD = torch.minimum(reached_B[:, None] + 1 + step_D, slots.length_B[:, None])
-        row_B1 = slots.rows_B[:, None]
-        left_NSH = self._left_RDSH[row_B1, (position_BD - 1) % DEFERRED].flatten(0, 1)
-        features_NH = self.head.fuse(left_NSH[:, 0], left_NSH.unbind(1))
-        place_BD = first_places(slots)[:, None] + position_BD
-        place_N, before_N = (place.where(live_BD, -1).flatten() for place in (place_BD, place_BD - 1))
-        token_N = table.tokens[row_B1, position_BD].flatten().long()
-        self._store(context.pool, slots, token_N, features_NH, None, position_BD.flatten(), place_N)
-        store_page_features(features_NH, slots, before_N, context.pool.page_feature)
-        first_B = torch.arange(0, live_BD.numel(), DEFERRED, device=count_B.device)
-        last_BH = features_NH[first_B + (count_B - 1).clamp(min=0)]
-        table.feature[slots.rows_B] = last_BH.where(live_BD[:, :1], table.feature[slots.rows_B])
-        self._reached_R[slots.rows_B] = torch.maximum(reached_B, slots.length_B)
+        left = self._deferred.take(slots)
+        features_NH = self.head.fuse(left.states[0], left.states)
+        place_BD, next_BD = first_places(slots)[:, None] + left.position_BD, left.position_BD + 1
+        place_N, next_place_N = (
+            place.where(left.live_BD, -1).flatten() for place in (place_BD, place_BD + 1)
+        )
+        token_N = table.tokens[slots.rows_B[:, None], next_BD].flatten().long()
+        self._store(context.pool, slots, token_N, features_NH, None, next_BD.flatten(), next_place_N)
+        store_page_features(features_NH, slots, place_N, context.pool.page_feature)
+        last_B1 = (left.live_BD.sum(1, keepdim=True) - 1).clamp(min=0)
+        first_B1 = torch.arange(0, left.live_BD.numel(), DEFERRED, device=last_B1.device)[:, None]
+        last_BH = features_NH[(first_B1 + last_B1).flatten()]
+        table.feature[slots.rows_B] = last_BH.where(left.live_BD[:, :1], table.feature[slots.rows_B])
 
     def _store(
         self,

@@ -3,8 +3,8 @@
 As in EAGLE, an entry is at the slot of its token and is made of the token and the target's feature of the token
 before it; position 0 has none. After the first layer an entry depends on all entries before it, so it can't be
 projected from that pair alone. Commit therefore only stores the features of the accepted tokens, in the pool, next to
-their entries. The layers run when a step drafts (``catch_up``), over the tokens emitted meanwhile and the masks. A
-plain step costs no more than ``fc``, and a step that drafts has one pass.
+their entries; of several plain steps at once, as EAGLE's entries. The layers run when a step drafts, over a window of
+the tokens emitted meanwhile and the masks: it has one pass.
 
 The last tokens before a request ended or was preempted have no entries, but may be in the prefix cache. Prefill
 therefore also runs the layers over the last tokens before each run. In a text that was decoded plainly, more tokens
@@ -30,19 +30,22 @@ from specserve.models.draft.eagle_family import load_head
 from specserve.models.draft.p_eagle import MOST_LEVELS, PEagleHead
 from specserve.models.draft.vocabulary import VocabMap
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.catch_up import CatchUpDrafter, PassRows, Window
+from specserve.speculation.drafters.deferred import DEFERRED, Deferred
+from specserve.speculation.drafters.window import PassRows, Window, WindowDrafter
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 
-class PEagleDrafter(CatchUpDrafter):
+class PEagleDrafter(WindowDrafter):
     """Runs a ``PEagleHead``, whose layers follow the target's in the pool."""
 
     def __init__(self, name: str, head: PEagleHead, target: ModelConfig, vocab: VocabMap | None) -> None:
         self.name = name
         own, taps = head.config.layer, head.config.taps
         last = not taps or taps[-1] == target.num_layers
-        self.needs = DrafterNeeds(taps, last, token_feature_size=own.hidden_size, kv_start=1)
+        size = own.hidden_size
+        self.needs = DrafterNeeds(taps, last, token_feature_size=size, kv_start=1, deferred=DEFERRED)
+        self._sizes = max(len(taps), 1), target.hidden_size
         self.kv: Sequence[KVSpec] = [own.kv(head.dtype)] * head.config.num_layers
         self.vocab_size = head.vocab_size
         self.head = head
@@ -57,6 +60,10 @@ class PEagleDrafter(CatchUpDrafter):
         assert isinstance(loaded.module, PEagleHead)
         return cls(draft.name, loaded.module, target.config, loaded.vocab)
 
+    def allocate(self, rows: int, device: torch.device) -> None:
+        super().allocate(rows, device)
+        self._deferred = Deferred(rows, *self._sizes, self.head.dtype, device)
+
     def scratch(self, shape: StepShape) -> int:
         """Return the number of entries: the root's, then one for each mask."""
         return max(shape.levels, 1)
@@ -68,24 +75,39 @@ class PEagleDrafter(CatchUpDrafter):
         begin_B, end_B = (slots.length_B - MOST_LEVELS).clamp(min=1), slots.length_B.clamp(min=1)
         self._run(context, view, self._rows(context, view, begin_B, end_B, MOST_LEVELS, view.max_length))
         features_TH = self.head.fuse(states.hidden_TH, states.tapped)
-        pool.token_feature[address(slots.pages_BM, prompts.place_T, pool.page_size)] = features_TH
+        self._store(pool, slots, features_TH, prompts.place_T)
         before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # the extra row serves empty runs
         before_XH[prompts.q_start[:-1]] = _features_before(pool, slots, first_places(slots), slots.length_B)
         attend = self._attend(context, prompts.plan, slots, prompts.place_T)
         self.head(prompts.token_T, before_XH[:-1], prompts.position_T, attend)
         self._reached_R[slots.rows_B] = prompts.end_B
+        self._deferred.reach(slots, prompts.end_B)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return self._propose_levels(context, view, shape, sampling, self.head.config.mask_id)
 
     def commit(self, context: Context, view: View, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """Store the features of the accepted nodes, including the root."""
+        """Store the features of the accepted nodes, including the root. Without drafts only keep the states."""
+        slots = view.slots
+        if accepted.path_BS.shape[1] == 1:
+            self._deferred.keep(slots, states)
+            return None
         path_N = accepted.path_BS.flatten()
         tapped = [state_TH[path_N] for state_TH in states.tapped]
         features_NH = self.head.fuse(states.hidden_TH[path_N], tapped)
-        where = address(view.slots.pages_BM, accepted.place_BS.flatten(), context.pool.page_size)
-        context.pool.token_feature[where] = features_NH
+        self._store(context.pool, slots, features_NH, accepted.place_BS.flatten())
+        self._deferred.reach(slots, slots.length_B + accepted.count_B)
         return None
+
+    def catch_up(self, context: Context, view: View) -> None:
+        """Store the features of the tokens that steps without drafts left."""
+        left, slots = self._deferred.take(view.slots), view.slots
+        place_BD = (first_places(slots)[:, None] + left.position_BD).where(left.live_BD, -1)
+        features_NH = self.head.fuse(left.states[0], left.states)
+        self._store(context.pool, slots, features_NH, place_BD.flatten())
+
+    def _store(self, pool: KVPool, slots: Slots, features_NH: Tensor, place_N: Tensor) -> None:
+        pool.token_feature[address(slots.pages_BM, place_N, pool.page_size)] = features_NH
 
     def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
         return self._run(context, view, window.rows, window.end_B)

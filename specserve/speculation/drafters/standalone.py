@@ -28,7 +28,7 @@ from specserve.models.draft.fields import refuse_overrides
 from specserve.models.draft.vocabulary import VocabMap, shared_tokens
 from specserve.models.read_config import load_model_config
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.catch_up import CatchUpDrafter, Window
+from specserve.speculation.drafters.window import Window, WindowDrafter
 from specserve.speculation.expand import attend_level, expand
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -36,7 +36,7 @@ from specserve.speculation.shape import StepShape
 log = logging.getLogger(__name__)
 
 
-class StandaloneDrafter(CatchUpDrafter):
+class StandaloneDrafter(WindowDrafter):
     """Runs ``model``, whose first layer is the pool's layer ``layer``. ``shared``: the tokens that both models have are
     the first so many of ``vocab_size`` of the target's."""
 

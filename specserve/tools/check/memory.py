@@ -28,6 +28,7 @@ from specserve.process.assemble import create_shapes, fitting, shape_plan
 from specserve.process.compile import captured_launches, shape_peers, without_kernels
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
+from specserve.speculation.drafters.deferred import Deferred
 from specserve.tools.check.report import MemoryUse
 
 _KV_HEADS, _LATENT = "KV heads", "latent in the KV cache"  # which several ranks may have
@@ -193,11 +194,11 @@ def _counted(config: EngineConfig) -> bool:
     return config.largest_graph is not None and find_spec("triton") is not None
 
 
-def _parts(drafter: Drafter) -> Iterator[object]:
-    """Yield the attributes of a drafter, and those of drafters among them."""
+def _parts(drafter: Drafter | Deferred) -> Iterator[object]:
+    """Yield the attributes of a drafter, and those of drafters and kept states among them."""
     for part in vars(drafter).values():
         yield part
-        if hasattr(part, "propose"):
+        if isinstance(part, Drafter | Deferred):
             yield from _parts(part)
 
 

@@ -26,8 +26,8 @@ from specserve.speculation.expand import expand_levels
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
-CATCH_UP, MOST_ROWS = 8, 128
-"""The pass takes up to CATCH_UP tokens of a slot, fewer where those of all slots would exceed MOST_ROWS."""
+MOST_TOKENS, MOST_ROWS = 8, 128
+"""The pass takes up to MOST_TOKENS tokens of a slot, fewer where those of all slots would exceed MOST_ROWS."""
 
 
 class PassRows(NamedTuple):
@@ -49,7 +49,7 @@ class Window:
     end_B: Tensor  # where the cache ends after this pass, and masks begin
 
 
-class CatchUpDrafter(Drafter):
+class WindowDrafter(Drafter):
     """A drafter whose layers are the pool's from ``_layer`` on. Subclasses run them. ``_reached_R``: the length of its
     cache, for each slot."""
 
@@ -88,7 +88,7 @@ class CatchUpDrafter(Drafter):
         self, context: Context, view: View, shape: StepShape, masks: int = 0, mask_token: int = 0
     ) -> Window:
         """``masks`` rows of ``mask_token`` follow each slot's tokens."""
-        slots, size = view.slots, max(shape.depth + 1, min(CATCH_UP, MOST_ROWS // shape.slots))
+        slots, size = view.slots, max(shape.depth + 1, min(MOST_TOKENS, MOST_ROWS // shape.slots))
         reached_B = torch.minimum(self._reached_R[slots.rows_B], slots.length_B)
         reached_B = reached_B.clamp(min=self.needs.kv_start)
         end_B = torch.minimum(reached_B + size, slots.length_B + 1)
