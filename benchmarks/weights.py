@@ -40,12 +40,13 @@ class Weights:
         target: Any = context.target
         routing = next((each.routing for each in target.modules() if isinstance(each, Router)), None)
         experts = sum(size_of(each) for each in target.modules() if isinstance(each, Experts))
+        shared = experts * routing.shared // (routing.experts + routing.shared) if routing else 0
         embedding = 0 if target.config.tie_word_embeddings else size_of(target.embed_tokens)
         head = getattr(context.drafter, "head", None)
         once = size_of(head.fc) if hasattr(head, "fc") else 0
         return cls(
-            others=size_of(target) - embedding - experts,
-            experts=experts,
+            others=size_of(target) - embedding - experts + shared,
+            experts=experts - shared,
             count=routing.experts if routing else 1,
             chosen=routing.chosen if routing else 0,
             once=once,
@@ -89,9 +90,9 @@ def experts_read(llm: LLM, prompts: list[list[int]], shape: Shape | None) -> flo
     if not routers or engine.runner.followers is not None:
         return None
 
-    def count(_: Router, inputs: Any, routes: Any) -> None:
+    def count(router: Router, inputs: Any, routes: Any) -> None:
         if len(routes.expert_TK) == nodes:
-            found.append(routes.expert_TK.unique().numel())
+            found.append(routes.expert_TK.unique().numel() - router.routing.shared)
 
     eager = Runner(engine.runner.context, {})
     eager.masks = engine.runner.masks

@@ -129,7 +129,7 @@ READ_EARLY = {
     "_gate_heads_kernel": {"gate_ptr", "weight_ptr"},
     "_latents_kernel": {"length", "q_start"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
-    "_route_kernel": {"weight_ptr"},
+    "_route_kernel": {"weight_ptr", "gate_ptr"},
     "_linear_ahead_kernel": {"x_ptr", "weight_ptr"},
     "_multiply_kernel": {"weight_ptr"},
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
@@ -630,8 +630,11 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False, 
     count, size, inner, bf16 = 16, 2048, 768, torch.bfloat16
     x_TH, bias_E = torch.zeros(tokens, size, dtype=bf16), torch.zeros(count) if correction else None
     more: dict[str, Any] = {"groups": 4, "chosen_groups": 2, "group_best": 2} if correction else {}
-    routing = Routing(count, 8, "sigmoid" if correction else "softmax", **more)
-    routes = route(x_TH, weight(count, size), routing, bias_E, bias_E)
+    behind = 1 if tokens in (40, 400) else 0
+    routing = Routing(count, 8, "sigmoid" if correction else "softmax", shared=behind, **more)
+    gate_1H = weight(1, size) if behind else None
+    routes = route(x_TH, weight(count, size), routing, bias_E, bias_E, gate_1H)
+    count += behind
     own = count - first
     biases = [torch.zeros(own, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
     stacked = weight(own * 2 * inner, size).unflatten(0, (own, -1)), weight(own * size, inner)

@@ -419,7 +419,7 @@ def test_a_plan_for_gpus_that_are_not_there(tmp_path: Path, capsys: pytest.Captu
     assert main([*plan, "16GB"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["memory"]["whole"]) == ([], 0)
-    assert "cuda has 14.9 GiB, over 29.7 GiB are needed" in found["problems"][0]
+    assert "cuda has 14.9 GiB, over 30.0 GiB are needed" in found["problems"][0]
     assert main([*plan, "80GB", "--chunked-prefill-size", "128"]) == 0
     graphs = found["memory"]["graphs"] - json.loads(capsys.readouterr().out)["memory"]["graphs"]
     heads = (2048 - 128) * 2 * 128 * (192 + 576 + 512 + 128)  # of the largest captured prompts

@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
+from specserve.layers.experts import ExpertsMLP, Router
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import load_target
@@ -137,6 +138,49 @@ def test_the_logits_of_what_quantized_experts_mean(dialect: str, wide: Path, tmp
     with held_as_on_a_gpu(), not_rounded():
         torch.testing.assert_close(logits_of(path, torch.float32), expected, rtol=0, atol=1e-3)
     assert (expected - logits_of(wide, torch.float64)).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has an expert as wide as two others that every token goes through."""
+    path = make_qwen3_moe(tmp_path_factory.mktemp("shared"), experts=3, hidden=64, inner=128, layers=2)
+    (state, config), module = load_checkpoint(path), "model.layers.1.mlp.shared_expert"
+    generator = torch.Generator().manual_seed(0)
+    state[f"{module}_gate.weight"] = torch.randn(1, 64, generator=generator)
+    for part, shape in {"gate": (256, 64), "up": (256, 64), "down": (64, 256)}.items():
+        state[f"{module}.{part}_proj.weight"] = torch.randn(*shape, generator=generator) / 8
+    return save_checkpoint(path, state, config | {"shared_expert_intermediate_size": 256}, safetensors=True)
+
+
+@pytest.mark.parametrize(
+    "dialect", ["fp8 blocks", "fp8 a tensor", "compressed int8", "awq", "gptq", "gptq asymmetric", "nvfp4"]
+)
+def test_a_shared_expert_is_stored_as_two_more(dialect: str, shared: Path, tmp_path: Path) -> None:
+    path = quantize(shared, tmp_path / "quantized", dialect, lambda module: "expert" in module)
+    state, fields = dequantize(path)
+    meant = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
+    expected = logits_of(save_checkpoint(tmp_path / "meant", meant, fields, safetensors=True), torch.float64)
+    with not_rounded():
+        torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
+    with held_as_on_a_gpu(), not_rounded():
+        torch.testing.assert_close(logits_of(path, torch.float32), expected, rtol=0, atol=1e-3)
+    rounded = logits_of(path, torch.float32)
+    with held_as_on_a_gpu():
+        assert (logits_of(path, torch.float32) - rounded).norm() < 1e-3 * rounded.norm()
+        model = load_target(path, torch.float32, torch.device("cpu"), 8)
+    (mlp,) = (each for each in model.modules() if isinstance(each, ExpertsMLP))
+    assert (mlp.gate.routing.shared, mlp.shared_expert_gate is None) == (2, False)
+    assert not sum(each.numel() for each in (*mlp.shared_expert.parameters(), *mlp.shared_expert.buffers()))  # type: ignore[union-attr]
+
+
+def test_a_shared_expert_that_is_stored_in_another_way_stays_apart(shared: Path, tmp_path: Path) -> None:
+    path = quantize(shared, tmp_path / "quantized", "awq", in_experts)
+    expected = logits_of(
+        save_checkpoint(tmp_path / "meant", *dequantize(path), safetensors=True), torch.float64
+    )
+    torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
+    model = load_target(path, torch.float64, torch.device("cpu"), 8)
+    assert [each.routing.shared for each in model.modules() if isinstance(each, Router)] == [0]
 
 
 KIMI_LEFT = [

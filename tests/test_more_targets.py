@@ -98,7 +98,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2 moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen 3.5": ("Qwen3_5", HYBRID),
-    "qwen 3.5 moe": ("Qwen3_5Moe", {**MOE, **HYBRID, **SHARED}),
+    "qwen 3.5 moe": ("Qwen3_5Moe", {**MOE, **HYBRID, "shared_expert_intermediate_size": 48}),
     "qwen3 next": ("Qwen3Next", {**MOE, **HYBRID, **SHARED, "mlp_only_layers": [1]}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "glm 4.5 air": ("Glm4Moe", {**GLM, "attention_bias": True}),

@@ -36,10 +36,14 @@ ROUTINGS = {
     "best group": Routing(20, 3, normalize=False, groups=4, chosen_groups=2),
     "two best of a group": Routing(24, 4, scores="sigmoid", groups=4, chosen_groups=2, group_best=2),
     "one of many": Routing(130, 1),
+    "two shared ones": Routing(12, 3, scale=2.0, shared=2),
+    "shared, in groups": Routing(24, 4, scores="sigmoid", groups=4, chosen_groups=2, group_best=2, shared=1),
 }
 
 
-def plain_choice(logits: list[float], correction: list[float], routing: Routing) -> dict[int, float]:
+def plain_choice(
+    logits: list[float], correction: list[float], routing: Routing, share: float
+) -> dict[int, float]:
     """The experts of one token, with their weights, as published."""
     if routing.scores == "softmax":
         total = sum(map(math.exp, logits))
@@ -54,7 +58,9 @@ def plain_choice(logits: list[float], correction: list[float], routing: Routing)
     allowed = [e for g in kept for e in groups[g]]
     chosen = sorted(sorted(allowed, key=lambda e: (-wish[e], e))[: routing.chosen])
     total = sum(scores[e] for e in chosen) if routing.normalize else 1
-    return {e: scores[e] / total * routing.scale for e in chosen}
+    return {e: scores[e] / total * routing.scale for e in chosen} | {
+        routing.experts + number: share for number in range(routing.shared)
+    }
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -65,12 +71,16 @@ def test_tokens_choose_as_published(routing: Routing, module: object, corrected:
     x_TH = torch.randn(19, 40, device=DEVICE)
     weight_EH, bias_E = torch.randn(routing.experts, 40, device=DEVICE) / 4, torch.randn(routing.experts)
     correction_E = torch.randn(routing.experts, device=DEVICE) / 2 if corrected else None
-    routes = module.route(x_TH, weight_EH, routing, bias_E.to(DEVICE), correction_E)  # type: ignore[attr-defined]
+    gate_1H = torch.randn(1, 40, device=DEVICE) / 4 if routing.shared == 1 else None
+    routes = module.route(x_TH, weight_EH, routing, bias_E.to(DEVICE), correction_E, gate_1H)  # type: ignore[attr-defined]
+    shares = [1.0] * 19 if gate_1H is None else (x_TH.double() @ gate_1H[0].double()).sigmoid().tolist()
     logits = (x_TH.double() @ weight_EH.double().T).cpu() + bias_E
     correction = [0.0] * routing.experts if correction_E is None else correction_E.tolist()
     assert routes.expert_TK.dtype == torch.int32
-    for row, experts, weights in zip(logits.tolist(), *map(Tensor.tolist, routes[:2]), strict=True):
-        wanted = plain_choice(row, correction, routing)
+    for row, share, experts, weights in zip(
+        logits.tolist(), shares, *map(Tensor.tolist, routes[:2]), strict=True
+    ):
+        wanted = plain_choice(row, correction, routing, share)
         assert experts == [*wanted]
         assert weights == pytest.approx([*wanted.values()], rel=1e-4)
 
@@ -89,13 +99,13 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(module: object) -> Non
     )
 
 
-def in_order(expert_TK: Tensor, experts: int) -> Tiles:
-    """What ``route`` makes of a choice, in plain Python."""
+def in_order(expert_TK: Tensor, experts: int, shared: int = 0) -> Tiles:
+    """What ``route`` makes of a choice, in plain Python. ``experts``: the last are ``shared``."""
     choices = expert_TK.flatten().tolist()
     size = routing_ops.pairs_of_tile(len(choices), experts)
     order = sorted(range(len(choices)), key=lambda pair: (choices[pair], pair))
     tiles = []
-    for expert in range(experts):
+    for expert in (*range(experts - shared, experts), *range(experts - shared)):
         first, many = sum(each < expert for each in choices), choices.count(expert)
         tiles += [(expert, at, first + many) for at in range(first, first + many, size)]
     spare = min(len(choices), len(choices) // size + min(experts, len(choices))) - len(tiles)
@@ -253,15 +263,16 @@ def test_sums_of_experts_as_in_a_file(tokens: int, kind: str, module: object, dt
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "chosen"), [(3, 40, 4), (40, 6, 3), (64, 128, 8), (90, 37, 4), (150, 2, 2)]
+    ("tokens", "experts", "chosen", "shared"),
+    [(3, 40, 4, 0), (3, 40, 3, 2), (40, 6, 3, 1), (64, 128, 8, 0), (90, 37, 4, 0), (150, 2, 2, 2)],
 )
-def test_pairs_are_put_in_order(tokens: int, experts: int, chosen: int) -> None:
+def test_pairs_are_put_in_order(tokens: int, experts: int, chosen: int, shared: int) -> None:
     """By the launch that chooses, and by another; in tiles of all sizes."""
     torch.manual_seed(tokens)
     x_TH, weight_EH = torch.randn(tokens, 16, device=DEVICE), torch.randn(experts, 16, device=DEVICE)
-    routes = routing_ops.route(x_TH, weight_EH, Routing(experts, chosen))
+    routes = routing_ops.route(x_TH, weight_EH, Routing(experts, chosen, shared=shared))
     assert routes.tiles is not None
-    wanted = in_order(routes.expert_TK, experts)
+    wanted = in_order(routes.expert_TK, experts + shared, shared)
     assert routes.tiles.order_P.tolist() == wanted.order_P.tolist()
     used = int(wanted.tile_X3[-1, 0])
     assert routes.tiles.tile_X3.shape == wanted.tile_X3.shape
@@ -303,9 +314,12 @@ def test_a_token_s_choice_depends_on_no_other_token(dtype: torch.dtype) -> None:
         torch.randn(40, 200, device=DEVICE),
     )
     parts = ((0, 1), (7, 12), (100, 164), (110, 200)) if ON_GPU else ((0, 64), (3, 6))
-    for routing in (Routing(40, 6, normalize=False), Routing(40, 6, "sigmoid", groups=4, chosen_groups=2)):
-        whole = routing_ops.route(x_TH, weight_EH.to(dtype), routing)
+    gate_1H = torch.randn(1, 200, device=DEVICE).to(dtype)
+    grouped = Routing(40, 6, "sigmoid", groups=4, chosen_groups=2)
+    for routing, gate in ((Routing(40, 6, normalize=False, shared=1), gate_1H), (grouped, None)):
+        more = weight_EH.to(dtype), routing, None, None, gate
+        whole = routing_ops.route(x_TH, *more)
         for rows in (slice(*part) for part in parts):
-            part = routing_ops.route(x_TH[rows], weight_EH.to(dtype), routing)
+            part = routing_ops.route(x_TH[rows], *more)
             assert torch.equal(part.expert_TK, whole.expert_TK[rows])
             assert torch.equal(part.weight_TK, whole.weight_TK[rows])

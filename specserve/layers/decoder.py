@@ -117,7 +117,8 @@ class MLP(nn.Module):
 def reader_of(block: nn.Module) -> Projection | None:
     """Return the projection that reads a block's input quantized; None for a block of another kind."""
     if isinstance(block, ExpertsMLP):
-        return block.experts.gate_up_proj if block.shared_expert is None else reader_of(block.shared_expert)
+        apart = None if block.experts.more else block.shared_expert
+        return block.experts.gate_up_proj if apart is None else reader_of(apart)
     if isinstance(block, Attention | LatentAttention):
         return block.qkv_proj
     return block.gate_up_proj if isinstance(block, MLP) else None

@@ -38,7 +38,7 @@ from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
 from specserve.layers.ranks import Cut, cut_of, whole_of
-from specserve.layers.weights import Projection, WeightFormat
+from specserve.layers.weights import Place, Projection, WeightFormat
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
 FEW_TOKENS, FEW_CONVERTED = 128, 32
@@ -88,7 +88,7 @@ class Linear(Projection, nn.Linear):
 
     def stored(self) -> list[dict[str, Tensor]]:
         sizes = [*self.parts.values()] or [self.out_features]
-        pieces = {name: p.detach().split(sizes) for name, p in self.named_parameters()}
+        pieces = {name: p.detach()[: sum(sizes)].split(sizes) for name, p in self.named_parameters()}
         return [{name: piece[i] for name, piece in pieces.items()} for i in range(len(sizes))]
 
     def cuts(self) -> list[dict[str, Cut]]:
@@ -127,6 +127,28 @@ class Linear(Projection, nn.Linear):
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         self._check_plain()
         return (self.weight, self.bias) if ids_R is None else pick_rows(self.weight, self.bias, ids_R)
+
+    def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
+        if self.place is None:
+            super().load(files)
+            return
+        behind, count, along = self.place
+        assert isinstance(behind, Linear)
+        pieces = self.place.order(part["weight"].chunk(count, along) for part in files)
+        sizes = [*map(len, pieces)]
+        for own, piece in zip(behind.weight.detach()[-sum(sizes) :].split(sizes), pieces, strict=True):
+            own.copy_(piece)
+        self.weight = _parameter(self.weight.new_empty(0))
+
+    def fits(self, place: Place) -> bool:
+        return type(place.behind) is Linear and self.bias is None and place.behind.bias is None
+
+    def move(self, place: Place) -> None:
+        behind = place.behind
+        assert isinstance(behind, Linear)
+        rows = len(behind.weight) + self.weight.numel() // behind.inputs
+        behind.weight = nn.Parameter(behind.weight.new_empty(rows, behind.inputs))
+        self.place, self.stacked, self.weight = place, True, _parameter(self.weight.to("meta"))
 
     def of_experts(self, count: int) -> tuple[Tensor, Tensor | None, bool]:
         self._check_plain()

@@ -6,14 +6,16 @@ outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from specserve_kernels import Gate, Packed, Rounded
 from torch import Tensor, nn
 
 from specserve.layers.ranks import Cut
+
+T = TypeVar("T")
 
 
 class Projection(nn.Module):
@@ -22,17 +24,18 @@ class Projection(nn.Module):
     ``parts``: the file's projections that are stacked in this one, with their numbers of outputs. Empty: a single
     projection of the same name. ``stacked``: its rows are weights of several experts, and are never used together.
     ``kept_plain``: its rows are read in the model's dtype, by ``rows``, at every step, so it is held in that form.
-    ``shares_inputs``: others read its inputs, too, as they are.
+    ``shares_inputs``: others read its inputs, too, as they are. ``place``: where else its weight is stored.
     """
 
     parts: Mapping[str, int]
     stacked: bool = False
     kept_plain: bool = False
     shares_inputs: bool = False
+    place: Place | None = None
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return next(self.parameters()).device if self.place is None else self.place.behind.device
 
     def stored(self) -> list[dict[str, Tensor]]:
         """Return the tensors that a file holds for each part, by the last part of their names: views of the parameters,
@@ -85,6 +88,26 @@ class Projection(nn.Module):
         their biases, and whether they are plain numbers whose inputs are rounded to FP8.
         Raises NotImplementedError if this format can't hold experts."""
         raise NotImplementedError
+
+    def fits(self, place: Place) -> bool:
+        """Return whether this weight can be stored at a place."""
+        return False
+
+    def move(self, place: Place) -> None:
+        """Have it stored there when it is loaded, and hold nothing. It ``fits``."""
+        raise NotImplementedError
+
+
+class Place(NamedTuple):
+    """Behind a ``stacked`` weight, as ``many`` more experts: cut ``along`` 0, outputs, or 1, inputs."""
+
+    behind: Projection
+    many: int
+    along: int
+
+    def order(self, parts: Iterable[Sequence[T]]) -> list[T]:
+        """Return the pieces of parts expert by expert."""
+        return [piece for pieces in zip(*parts, strict=True) for piece in pieces]
 
 
 class WeightFormat:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from math import gcd
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,10 +38,11 @@ from torch import Tensor, nn
 
 from specserve.layers.linear import PLAIN, Linear, multiplies_integers, pick_rows
 from specserve.layers.ranks import FLAG, Cut, Share, cut_of, ranges_of, whole_of
-from specserve.layers.weights import Projection, WeightFormat
+from specserve.layers.weights import Place, Projection, WeightFormat
 
 LEAST_GROUP = 32  # inputs that share a scale, for which there are kernels
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
+_ARRIVALS = Lock()  # threads load weights that are stored together
 
 
 Kind = TypeVar("Kind")
@@ -76,10 +78,12 @@ class Layout(Protocol):
 
 class StoredProjection(Projection):
     """A projection in one layout. Until it is loaded it holds nothing; then it has either ``plain`` (dequantized),
-    ``apart`` (its parts separately), or ``packed``, whose tensors are buffers too."""
+    ``apart`` (its parts separately), or ``packed``, whose tensors are buffers too. ``awaited``: whether another's
+    weight is stored behind it."""
 
     packed: Packed
     bias_O: Tensor | None
+    awaited: bool = False
 
     def __init__(self, layout: Layout, inputs: int, parts: Mapping[str, int], bias: bool) -> None:
         super().__init__()
@@ -88,6 +92,7 @@ class StoredProjection(Projection):
         self.layout = layout = reduce(lambda found, each: found.fitted(each, inputs), parts.values(), layout)
         self._dtype, self._device = torch.get_default_dtype(), torch.empty(0).device
         self.inputs = inputs
+        self._arrived: dict[int, list[Numbers]] = {}
         self.plain: Linear | None = None
         self.apart: Joined | None = None
         self._files = nn.ModuleDict()  # by number of outputs: thousands of experts have the same
@@ -141,6 +146,13 @@ class StoredProjection(Projection):
         numbers = self._numbers(files)
         if self.stacked and any(part.order_I is not None for part in numbers):
             raise ValueError("experts need inputs in their order, found another one in g_idx")
+        if self.place is not None:
+            assert isinstance(self.place.behind, StoredProjection)
+            self.place.behind._hold_both(1, self.place.order(_pieces(part, self.place) for part in numbers))
+            return
+        if self.awaited:
+            self._hold_both(0, numbers)
+            return
         biases = [moved(part["bias"], self._device, self._dtype) for part in files if "bias" in part]
         if _in_one_order(numbers):
             self._hold(numbers, torch.cat(biases) if biases else None)
@@ -173,6 +185,31 @@ class StoredProjection(Projection):
             if not (index_I < 0).all() and not torch.equal(index_I.long(), torch.arange(begin, end) // group):
                 raise ValueError(f"{FLAG} must be 1: inputs that g_idx puts into another order are not cut")
         return {name: each for name, each in part.items() if name not in names}
+
+    def fits(self, place: Place) -> bool:
+        other, sizes = place.behind, [next(iter(self.parts.values())), self.inputs]
+        if type(other) is not StoredProjection or other.layout != self.layout or self._bias or other._bias:
+            return False
+        each = sizes[place.along] // place.many
+        sizes[place.along] = Share(each * place.many, [(each, 2 * each)])
+        try:
+            return place.many == 1 or self.layout.fitted(*sizes) == self.layout
+        except ValueError:
+            return False
+
+    def move(self, place: Place) -> None:
+        assert isinstance(place.behind, StoredProjection)
+        self.place, self.stacked, place.behind.awaited = place, True, True
+
+    def _hold_both(self, at: int, numbers: list[Numbers]) -> None:
+        """Keep own parts and those of a weight behind them as one, when both are there."""
+        with _ARRIVALS:
+            self._arrived[at] = numbers
+            if len(self._arrived) < 2:
+                return
+        both = self._arrived.pop(0)
+        both += self._arrived.pop(1)
+        self._hold(both, None)
 
     def _hold(self, numbers: list[Numbers], bias_O: Tensor | None) -> None:
         """Keep these parts as one weight. ``numbers`` is emptied, so that memory never holds three copies."""
@@ -284,6 +321,18 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
         parts[0].floats,
         torch.cat(units) if units else None,
     )
+
+
+def _pieces(part: Numbers, place: Place) -> list[Numbers]:
+    """Cut a weight. Scales of all inputs are those of each piece."""
+    many, along = place.many, place.along
+    cut = {
+        name: [each] * many if each.shape[along] == 1 else each.chunk(many, along)
+        for name, each in part._asdict().items()
+        if isinstance(each, Tensor)
+    }
+    changes: list[dict[str, Any]] = [{name: each[i] for name, each in cut.items()} for i in range(many)]
+    return [part._replace(**each) for each in changes]
 
 
 def _in_one_order(parts: Sequence[Numbers]) -> bool:

@@ -114,7 +114,7 @@ def _temporary(config: EngineConfig, layers: Iterable[nn.Module]) -> int:
     if config.device != "cpu":
         return READERS * most
     for child in target.modules():  # ``meta`` counts as a GPU: a CPU dequantizes as well
-        if isinstance(child, StoredProjection):
+        if isinstance(child, StoredProjection) and child.place is None:
             with (made := Allocations()):
                 plain_OI, _ = child.rows(None)
             most = max(most, made.peak - plain_OI.nbytes + count_bytes([child], set()))

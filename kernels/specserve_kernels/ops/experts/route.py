@@ -4,10 +4,11 @@ A program computes some experts' logits of a block of tokens: of all inputs, or 
 its weights loaded before it waits. The last of a block to arrive adds the parts and chooses for its tokens. The last of
 all blocks, or for many tokens a second launch, puts pairs of a token and one of its experts in order and cuts them into
 tiles: no launch or grid depends on what was chosen. A token's numbers do not depend on other tokens: parts have a fixed
-size and are added in order, as are inputs of each, and a block has the same size in every launch.
+size and are added in order, as are inputs of each, and a block has the same size in every launch. Pairs of shared
+experts, which all tokens choose, have known places: the last of all pairs, and the first tiles.
 
-Shapes: T tokens, H hidden size, E experts, K chosen for each token, P = T * K pairs, B blocks of tokens, X tiles, S
-parts of the inputs with programs of their own.
+Shapes: T tokens, H hidden size, E experts, K chosen for each token and shared, P = T * K pairs, B blocks of tokens, X
+tiles, S parts of the inputs with programs of their own. ``E`` and ``K`` in kernels leave out ``SHARED`` experts.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ def route(
     routing: Routing,
     bias_E: Tensor | None = None,
     correction_E: Tensor | None = None,
+    shared_gate_1H: Tensor | None = None,
 ) -> Routes:
     """Same as the reference, with tiles."""
-    (tokens, size), experts, chosen = x_TH.shape, routing.experts, routing.chosen
+    (tokens, size), experts, chosen = x_TH.shape, routing.experts, routing.chosen + routing.shared
     pairs, blocks, few = tokens * chosen, cdiv(tokens, _BLOCK_T), tokens <= FEW_TOKENS
-    tile = pairs_of_tile(pairs, experts)
-    tiles = min(pairs, pairs // tile + min(experts, pairs))
+    total, gated = experts + routing.shared, shared_gate_1H is not None
+    tile = pairs_of_tile(pairs, total)
+    tiles = min(pairs, pairs // tile + min(total, pairs))
 
     def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return x_TH.new_empty(shape, dtype=dtype)
@@ -67,13 +70,15 @@ def route(
     )
     choosers = _FEWEST if tokens <= _FEWEST else _BLOCK_T
     warps = 4 if tokens <= _FEWEST else 8 if split > 1 else max(4, next_power_of_2(experts) // 32)
-    place = {"E": experts, "K": chosen, "BLOCK_P": tile, "ROWS": _BLOCK_T, "num_warps": warps, **overlap()}
-    _route_kernel[(blocks, cdiv(experts, BLOCK_E), split)](
+    place = {"E": experts, "K": routing.chosen, "SHARED": routing.shared, "BLOCK_P": tile, "ROWS": _BLOCK_T}
+    place |= {"num_warps": warps, **overlap()}
+    _route_kernel[(blocks, cdiv(experts, BLOCK_E) + gated, split)](
         x_TH,
         weight_EH,
         bias_E,
         correction_E,
-        made(split, tokens, experts, dtype=torch.float32),
+        shared_gate_1H,
+        made(split * tokens * (experts + gated), dtype=torch.float32),
         expert_TK,
         weight_TK,
         rank_TK,
@@ -96,7 +101,7 @@ def route(
         GROUP_BEST=routing.group_best,
         BLOCK_G=next_power_of_2(routing.groups),
         BLOCK_X=next_power_of_2(experts // routing.groups),
-        BLOCK_K=next_power_of_2(chosen),
+        BLOCK_K=next_power_of_2(routing.chosen),
         BLOCK_E=BLOCK_E,
         PART=part,
         BLOCK_H=part if x_TH.element_size() == 2 else 32,
@@ -126,7 +131,8 @@ def _route_kernel(
     weight_ptr,  # [E, H]
     bias_ptr,  # [E]
     correction_ptr,  # [E]
-    logits_ptr,  # [S, T, E]
+    gate_ptr,  # [1, H], or None
+    logits_ptr,  # [S, T, E], then [S, T] of the gate
     expert_ptr,  # [T, K]
     share_ptr,  # [T, K]
     rank_ptr,  # [T, K], among the pairs of its block with the same expert
@@ -157,6 +163,7 @@ def _route_kernel(
     PLACED: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -166,12 +173,18 @@ def _route_kernel(
     puts pairs in order, otherwise 0."""
     block = tl.program_id(0)
     t, e = block * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    x_ptrs, weight_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride, weight_ptr + e[None, :] * H
+    rows_ptr, row, known = weight_ptr, e, e < E
+    if gate_ptr is not None:  # the last program has its only row
+        gates = tl.program_id(1) == tl.num_programs(1) - 1
+        row = tl.where(gates, tl.arange(0, BLOCK_E), e)
+        known = tl.where(gates, row < 1, known)
+        rows_ptr = tl.where(gates, gate_ptr, weight_ptr)
+    x_ptrs, weight_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride, rows_ptr + row[None, :] * H
     first = tl.program_id(2) * EACH * PART
     WHOLE: tl.constexpr = EACH == 1 and BLOCK_H == PART
     if WHOLE:
         h = first + tl.arange(0, PART)
-        weight = load_settled(weight_ptrs + h[:, None], (e < E)[None, :] & (h < H)[:, None], 0)
+        weight = load_settled(weight_ptrs + h[:, None], known[None, :] & (h < H)[:, None], 0)
     take_turn(OVERLAP)
     if WHOLE:
         x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
@@ -183,11 +196,15 @@ def _route_kernel(
             for step in tl.static_range(PART // BLOCK_H):
                 h = first + part * PART + step * BLOCK_H + tl.arange(0, BLOCK_H)
                 x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
-                weight = tl.load(weight_ptrs + h[:, None], mask=(e < E)[None, :] & (h < H)[:, None], other=0)
+                weight = tl.load(weight_ptrs + h[:, None], mask=known[None, :] & (h < H)[:, None], other=0)
                 sums = _add_products(x, weight, sums, SAME)
             logits = tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), logits)  # not the next product's own
     part_ptrs = logits_ptr + (tl.program_id(2).to(tl.int64) * tokens + t)[:, None] * E + e[None, :]
     tl.store(part_ptrs, logits, mask=(t < tokens)[:, None] & (e < E)[None, :])
+    if gate_ptr is not None:
+        product_ptr = logits_ptr + SPLIT * tokens * E
+        product_ptrs = product_ptr + (tl.program_id(2) * tokens + t)[:, None] + row[None, :]
+        tl.store(product_ptrs, logits, mask=(t < tokens)[:, None] & (gates & known)[None, :])
     last = tl.num_programs(1) * SPLIT - 1
     tl.debug_barrier()
     if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") != last:
@@ -245,20 +262,33 @@ def _route_kernel(
     bits = tl.sum(tl.where(chose, 1 << tl.arange(0, CHOOSERS)[:, None], 0), 0)
     count = _ones(bits)[None, :]
     own = (k < K)[None, :] & (t < tokens)[:, None]
-    pair = t[:, None] * K + tl.sum((at_TK[:, None, :] < at_TK[:, :, None]).to(tl.int32), 2)
+    pair = t[:, None] * (K + SHARED) + tl.sum((at_TK[:, None, :] < at_TK[:, :, None]).to(tl.int32), 2)
     earlier = (1 << tl.arange(0, CHOOSERS)) - 1
     at = tl.reshape(tl.where(own, at_TK, 0), (CHOOSERS * BLOCK_K,))
     if PLACED == 1:  # with where an expert's pairs begin, in the bits that are left
-        begin, tile, used = _begins(count, BLOCK_P)
+        begin, tile, used = _begins(count, tokens, SHARED, BLOCK_P)
         bits += tl.reshape(begin, (WIDTH,)) << 16
     bits = tl.reshape(tl.gather(bits, at, 0), (CHOOSERS, BLOCK_K))
     rank = _ones(bits & earlier[:, None])
     tl.store(expert_ptr + pair, _expert_at(at_TK, E, GROUPS, BLOCK_X), mask=own)
     tl.store(share_ptr + pair, share_TK * scale, mask=own)
+    if SHARED:
+        share = tl.full((CHOOSERS,), 1.0, tl.float32)
+        if gate_ptr is not None:
+            gate = tl.zeros((CHOOSERS,), tl.float32)
+            for part in tl.static_range(SPLIT):
+                product_ptrs = product_ptr + part * tokens + t
+                gate += tl.load(product_ptrs, mask=t < tokens, other=0, cache_modifier=".cg")
+            share = 1 / (1 + tl.exp(-gate))
+        for number in tl.static_range(SHARED):
+            pair_T = t * (K + SHARED) + K + number
+            tl.store(expert_ptr + pair_T, tl.full((CHOOSERS,), E + number, tl.int32), mask=t < tokens)
+            tl.store(share_ptr + pair_T, share, mask=t < tokens)
     if PLACED == 1:
+        _place_shared(order_ptr, tile_ptr, 0, tokens, E, K, SHARED, BLOCK_P, CHOOSERS)
         tl.store(order_ptr + (bits >> 16) + rank, pair, mask=own)
         _store_tiles(tile_ptr + tile * 3, expert[None, :], begin, begin + count, count > 0)
-        _store_unused(tile_ptr, used, tiles, E)
+        _store_unused(tile_ptr, used, tiles, E + SHARED)
     else:
         tl.store(rank_ptr + pair, rank, mask=own)
         tl.store(count_ptr + block * E + expert[None, :], count, mask=there[None, :])
@@ -282,6 +312,7 @@ def _route_kernel(
             tiles,
             E,
             K,
+            SHARED,
             BLOCK_P,
             ROWS,
         )
@@ -360,6 +391,7 @@ def _place_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -387,6 +419,7 @@ def _place_kernel(
         tiles,
         E,
         K,
+        SHARED,
         BLOCK_P,
         ROWS,
     )
@@ -415,6 +448,7 @@ def _place(
     tiles,
     E: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -425,27 +459,54 @@ def _place(
     WIDTH: tl.constexpr = count.shape[1]
     PAIRS: tl.constexpr = BLOCKS * ROWS * K
     q = tl.arange(0, triton.next_power_of_2(PAIRS))
-    pair = first * K + q
-    wanted = (q < PAIRS) & (pair < tokens * K)
+    pair = first * (K + SHARED) + q
+    if SHARED:
+        pair += q // K * SHARED
+    wanted = (q < PAIRS) & (pair < tokens * (K + SHARED))
     expert = tl.load(expert_ptr + pair, mask=wanted, other=0, cache_modifier=".cg")
     rank = tl.load(rank_ptr + pair, mask=wanted, other=0, cache_modifier=".cg")
-    begin, tile, used = _begins(total, BLOCK_P)
+    _place_shared(order_ptr, tile_ptr, first, tokens, E, K, SHARED, BLOCK_P, BLOCKS * ROWS)
+    begin, tile, used = _begins(total, tokens, SHARED, BLOCK_P)
     for token in range(tl.cdiv(first, BLOCK_P) * BLOCK_P, min(first + BLOCKS * ROWS, tokens), BLOCK_P):
         tile_ptrs = tile_ptr + (tile + token // BLOCK_P) * 3
         _store_tiles(tile_ptrs, tl.arange(0, WIDTH)[None, :], begin + token, begin + total, token < total)
     if first == 0:
-        _store_unused(tile_ptr, used, tiles, E)
+        _store_unused(tile_ptr, used, tiles, E + SHARED)
     begin = tl.reshape(begin + before + tl.cumsum(count, 0) - count, (BLOCKS * WIDTH,))
     begin = tl.gather(begin, q // (ROWS * K) % BLOCKS * WIDTH + expert, 0)
     tl.store(order_ptr + begin + rank, pair, mask=wanted)
 
 
 @triton.jit
-def _begins(count, BLOCK_P: tl.constexpr):
+def _place_shared(
+    order_ptr,
+    tile_ptr,
+    first,
+    tokens,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Put the pairs of so many tokens and the shared experts where they belong, and their tiles that begin with these
+    tokens."""
+    t = first + tl.arange(0, COUNT)
+    for number in tl.static_range(SHARED):
+        begin = tokens * (K + number)
+        tl.store(order_ptr + begin + t, t * (K + SHARED) + K + number, mask=t < tokens)
+        tile_ptrs = tile_ptr + (number * tl.cdiv(tokens, BLOCK_P) + t // BLOCK_P) * 3
+        expert, starts = tl.full((COUNT,), E + number, tl.int32), (t < tokens) & (t % BLOCK_P == 0)
+        _store_tiles(tile_ptrs, expert, begin + t, begin + tokens, starts)
+
+
+@triton.jit
+def _begins(count, tokens, SHARED: tl.constexpr, BLOCK_P: tl.constexpr):
     """Return where each expert's pairs and tiles begin, and how many tiles there are, of ``[1, E]`` counts."""
-    needed = (count + BLOCK_P - 1) // BLOCK_P
+    needed, before = (count + BLOCK_P - 1) // BLOCK_P, tl.cdiv(tokens, BLOCK_P) * SHARED
     ends = tl.cumsum((needed.to(tl.int64) << 32) + count, 1)
-    return ends.to(tl.int32) - count, (ends >> 32).to(tl.int32) - needed, tl.max((ends >> 32).to(tl.int32))
+    tile = (ends >> 32).to(tl.int32)
+    return ends.to(tl.int32) - count, before + tile - needed, before + tl.max(tile)
 
 
 @triton.jit

@@ -20,7 +20,8 @@ class Routing:
 
     ``scores`` of logits: softmax over all experts, or a sigmoid of each. With ``groups`` of neighbouring experts, only
     those of the ``chosen_groups`` best can be chosen: a group is as good as the sum of its ``group_best`` best experts.
-    Weights are scores, divided by their sum if they are to ``normalize``, times ``scale``.
+    Weights are scores, divided by their sum if they are to ``normalize``, times ``scale``. ``shared``: experts after
+    these that every token goes through too, with a weight of 1 or of a gate of their own.
     """
 
     experts: int
@@ -31,6 +32,7 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     group_best: int = 1
+    shared: int = 0
 
 
 class Tiles(NamedTuple):
@@ -60,9 +62,10 @@ def route(
     routing: Routing,
     bias_E: Tensor | None = None,
     correction_E: Tensor | None = None,
+    shared_gate_1H: Tensor | None = None,
 ) -> Routes:
     """Choose experts, in float32 at least. ``correction_E`` is added to scores for the choice alone. Of equal experts
-    the first ones are chosen."""
+    the first ones are chosen. The weight of shared ones is the sigmoid of ``shared_gate_1H``'s product, if given."""
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     logits_TE = F.linear(x_TH.to(wide), weight_EH.to(wide), None if bias_E is None else bias_E.to(wide))
     score_TE = logits_TE.softmax(-1) if routing.scores == "softmax" else logits_TE.sigmoid()
@@ -73,7 +76,15 @@ def route(
     weight_TK = score_TE.gather(-1, expert_TK)
     if routing.normalize:
         weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
-    return Routes(expert_TK.int(), weight_TK * routing.scale)
+    weight_TK = weight_TK * routing.scale
+    if routing.shared:
+        share_T1 = torch.ones_like(weight_TK[:, :1])
+        if shared_gate_1H is not None:
+            share_T1 = F.linear(x_TH.to(wide), shared_gate_1H.to(wide)).sigmoid()
+        behind_S = torch.arange(routing.experts, routing.experts + routing.shared, device=x_TH.device)
+        expert_TK = torch.cat([expert_TK, behind_S.expand(len(x_TH), -1)], -1)
+        weight_TK = torch.cat([weight_TK, share_T1.expand(-1, routing.shared)], -1)
+    return Routes(expert_TK.int(), weight_TK)
 
 
 def _within_groups(wish_TE: Tensor, routing: Routing) -> Tensor:
