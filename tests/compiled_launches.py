@@ -49,7 +49,7 @@ from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.ranks.exchange import join_parts, pick_rows, sum_parts
 from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
 from specserve_kernels.ops.recurrent.inputs import cut_paths, delta_inputs, keep_last, trace_back
-from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
+from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routing
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
@@ -630,7 +630,7 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False, 
     count, size, inner, bf16 = 16, 2048, 768, torch.bfloat16
     x_TH, bias_E = torch.zeros(tokens, size, dtype=bf16), torch.zeros(count) if correction else None
     more: dict[str, Any] = {"groups": 4, "chosen_groups": 2, "group_best": 2} if correction else {}
-    behind = 1 if tokens in (40, 400) else 0
+    behind = 0 if first else 1
     routing = Routing(count, 8, "sigmoid" if correction else "softmax", shared=behind, **more)
     gate_1H = weight(1, size) if behind else None
     routes = route(x_TH, weight(count, size), routing, bias_E, bias_E, gate_1H)
@@ -639,8 +639,7 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False, 
     biases = [torch.zeros(own, length, dtype=bf16) for length in (2 * inner, size)] if biased else []
     stacked = weight(own * 2 * inner, size).unflatten(0, (own, -1)), weight(own * size, inner)
     experts = ExpertWeights(stacked[0], stacked[1].unflatten(0, (own, -1)), *biases)
-    shared = SharedWeights(weight(4 * inner, size), weight(size, 2 * inner)) if tokens == 1 else None
-    run_experts(x_TH, routes, experts, "silu", x_TH if correction else shared, first, count)
+    run_experts(x_TH, routes, experts, "silu", x_TH if correction else None, first, count)
 
 
 def launch_packed_experts(tokens: int, kinds: slice = slice(None)) -> None:

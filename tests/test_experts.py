@@ -113,8 +113,8 @@ def test_steps_are_measured_with_drawn_tokens(measure: Callable[[Context], Measu
     dense = make_llama(tmp_path / "dense")
     found, forward, event = list[Routes](), Router.forward, Mock(elapsed_time=Mock(return_value=1.0))
 
-    def route(router: Router, x_TH: torch.Tensor) -> Routes:
-        found.append(routes := forward(router, x_TH))
+    def route(router: Router, x_TH: torch.Tensor, *gate: torch.Tensor | None) -> Routes:
+        found.append(routes := forward(router, x_TH, *gate))
         return routes
 
     for path, algorithm in ((target, "EAGLE3"), (target, "NGRAM"), (dense, "EAGLE3")):

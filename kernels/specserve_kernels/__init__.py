@@ -8,7 +8,7 @@ from specserve_kernels.reference.attention import latent
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.experts import experts as _experts
 from specserve_kernels.reference.experts import route as _route
-from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
+from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes, Routing
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.activation import Gate

@@ -19,10 +19,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 from specserve_kernels.ops.experts import experts as ops
 from specserve_kernels.ops.experts import route as routing_ops
-from specserve_kernels.ops.linear.linear import linear
 from specserve_kernels.reference.experts import experts as reference
 from specserve_kernels.reference.experts import route as routing_reference
-from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
+from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes, Routing, Tiles
 
 ON_GPU = torch.cuda.is_available()
@@ -162,36 +161,13 @@ def test_sums_of_some_of_the_experts(tokens: int, request: pytest.FixtureRequest
     torch.use_deterministic_algorithms(True)  # fills what is made with NaN
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     x_TH, routes, experts = drawn(tokens, 6, 3, 64, 32, True, dtype)
-    shared = SharedWeights(*(torch.randn(*size, device=DEVICE) / 8 for size in ((100, 64), (64, 50))))
+    shared_TH = torch.randn_like(x_TH)
     for first, end in ((0, 2), (2, 6)):
         own = ExpertWeights(*(each[first:end] for each in experts[:4]))  # type: ignore[index, arg-type]
         wide = ExpertWeights(*(each.double() for each in own[:4]))  # type: ignore[union-attr]
-        both = SharedWeights(*(each.double() for each in shared))
-        found = ops.run_experts(x_TH, routes, own, "silu", shared, first, 6)
-        expected = reference.run_experts(x_TH.double(), routes, wide, "silu", both, first)
+        found = ops.run_experts(x_TH, routes, own, "silu", shared_TH, first, 6)
+        expected = reference.run_experts(x_TH.double(), routes, wide, "silu", shared_TH.double(), first)
         torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_shared_expert_is_added(tokens: int, biased: bool, dtype: torch.dtype) -> None:
-    """By its weights the same as by its outputs, of sizes of its own."""
-    x_TH, routes, experts = drawn(tokens, 5, 3, 130, 70, biased, dtype)
-    shared = SharedWeights(
-        *(torch.randn(*size, device=DEVICE).to(dtype) / 8 for size in ((300, 130), (130, 150)))
-    )
-    found = ops.run_experts(x_TH, routes, experts, "silu", shared)
-    wide = ExpertWeights(*(None if each is None else each.double() for each in experts[:4]))  # type: ignore[arg-type, union-attr]
-    both = SharedWeights(*(each.double() for each in shared))
-    expected = reference.run_experts(x_TH.double(), routes, wide, "silu", both)
-    torch.testing.assert_close(found.double(), expected, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    made_TH = linear(linear(x_TH, shared.gate_up_OH, None, "silu"), shared.down_HI, None)
-    apart = ops.run_experts(x_TH, routes, experts, "silu", made_TH)
-    if dtype == torch.float32:
-        torch.testing.assert_close(found, apart, atol=1e-5, rtol=1e-5)
-    else:
-        assert torch.equal(found, apart)
 
 
 def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:

@@ -75,15 +75,11 @@ class Experts(nn.Module):
                 each.move(place)
             self.more = count
 
-    def forward(
-        self,
-        x_TH: Tensor | Rounded,
-        routes: Routes,
-        shared: Tensor | kernels.SharedWeights | None = None,
-    ) -> Tensor:
+    def forward(self, x_TH: Tensor | Rounded, routes: Routes, shared_TH: Tensor | None = None) -> Tensor:
         """Return what this rank adds to the outputs."""
+        total = self.total + self.more
         return kernels.run_experts(
-            x_TH, routes, self._stacked, self.activation, shared, self.numbers.start, self.total + self.more
+            x_TH, routes, self._stacked, self.activation, shared_TH, self.numbers.start, total
         )
 
     @property
@@ -141,23 +137,11 @@ class ExpertsMLP(nn.Module):
             self.gate.routing = replace(mine.routing, shared=self.experts.more)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Update, Tensor]:
-        given_TH = given(x_TH)
-        if self.experts.more:
-            gate_1H = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
-            made_TH = self.experts(x_TH, self.gate(given_TH, gate_1H))
-            return self.ranks.sum_for_norm(made_TH), residual_TH
-        shared: Tensor | kernels.SharedWeights | None = self._shared_weights
-        if self.shared_expert is not None and shared is None:
-            rows_TH, _ = self.shared_expert(x_TH, residual_TH)
-            shared = rows_TH
-            if self.shared_expert_gate is not None:
-                shared = kernels.gate_rows(rows_TH, given_TH, self.shared_expert_gate.weight)
-        return self.ranks.sum_for_norm(self.experts(x_TH, self.gate(given_TH), shared)), residual_TH
-
-    @property
-    def _shared_weights(self) -> kernels.SharedWeights | None:
-        """The shared expert's, if they are plain and nothing else changes its output: launches read them with the
-        others'."""
-        found = [getattr(self.shared_expert, name, None) for name in ("gate_up_proj", "down_proj")]
-        plain = [each.weight for each in found if type(each) is Linear and each.is_plain]
-        return kernels.SharedWeights(*plain) if len(plain) == 2 and self.shared_expert_gate is None else None
+        given_TH, shared_TH = given(x_TH), None
+        gate_1H = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        if self.shared_expert is not None and not self.experts.more:
+            shared_TH, _ = self.shared_expert(x_TH, residual_TH)
+            if gate_1H is not None:
+                shared_TH, gate_1H = kernels.gate_rows(shared_TH, given_TH, gate_1H), None
+        made_TH = self.experts(x_TH, self.gate(given_TH, gate_1H), shared_TH)
+        return self.ranks.sum_for_norm(made_TH), residual_TH

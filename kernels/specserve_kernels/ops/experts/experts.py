@@ -4,8 +4,7 @@ size, P = T * K pairs of a token and one of its experts, X tiles of pairs with t
 Tiles of pairs are multiplied by their expert's weights: each expert that a token chose is read once. Inputs are added
 16 at a time in one order, that of ``words`` or of ``linear``, and a token's outputs in the order of its experts: its
 bits depend neither on other tokens nor on how many there are. For few tokens the program that is the last to multiply
-adds them, and the same launches read plain weights of the expert that all tokens share; its output is rounded before it
-is added, as elsewhere.
+adds them.
 
 Weights in FP8 are multiplied by inputs rounded to FP8, as by ``packed_linear``: a token's, and an expert's inner states
 of a token. Others as in a file (``Packed``) become numbers of the activations' dtype, which holds them exactly, floats
@@ -35,11 +34,10 @@ from specserve_kernels.ops.experts.words import (
 )
 from specserve_kernels.ops.layer.activation import activate
 from specserve_kernels.ops.linear.floats import weight_of_floats
-from specserve_kernels.ops.linear.linear import linear
 from specserve_kernels.ops.linear.packed import add_step, number_of, words_of
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
-from specserve_kernels.reference.experts.experts import ExpertWeights, SharedWeights
+from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.packed import STEP, Packed
@@ -109,7 +107,7 @@ def run_experts(
     routes: Routes,
     experts: ExpertWeights,
     gate: Gate,
-    shared: Tensor | SharedWeights | None = None,
+    shared_TH: Tensor | None = None,
     first: int = 0,
     total: int | None = None,
 ) -> Tensor:
@@ -122,45 +120,36 @@ def run_experts(
     pairs, chosen = routes.expert_TK.numel(), routes.expert_TK.shape[1]
     order_P, tile_X3 = routes.tiles
     tile, tiles, few = pairs_of_tile(pairs, count), len(tile_X3) - 1, tokens <= FEW_TOKENS
-    if isinstance(shared, SharedWeights) and not (few and _are_plain(experts, shared)):
-        shared = linear(linear(x_TH, shared.gate_up_OH, None, gate), shared.down_HI, None)
-    shared_gate_up_OH, shared_down_HI = shared if isinstance(shared, SharedWeights) else (None, None)
-    more = 0 if shared_down_HI is None else shared_down_HI.shape[1]
-    shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "SHARED": more, "H": size}
-    shape |= {"BLOCK_P": tile, **overlap()}
+    shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
     x, weights, options, outputs = _launch(experts.gate_up, tile, tiles, read, gates=True)
-    inner_N = x_TH.new_empty(pairs * inner + tokens * more)
-    _gate_up_kernel[(tiles + cdiv(more, inner), cdiv(inner, outputs))](
+    inner_PI = x_TH.new_empty((pairs, inner))
+    _gate_up_kernel[(tiles, cdiv(inner, outputs))](
         x,
         *weights,
-        shared_gate_up_OH,
         experts.gate_up_bias_EO,
         order_P,
         tile_X3,
-        inner_N,
-        tokens,
+        inner_PI,
         x.stride(0),
         first,
         GATED=GATES.index(gate),
         **shape,
         **options,
     )
-    inner_PI = inner_N if more else inner_N.view(pairs, inner)
     x, weights, options, outputs = _launch(experts.down, tile, tiles, inner_PI, gates=False)
-    made_PH = x_TH.new_empty((pairs + (tokens if more else 0), size), dtype=torch.float32)
+    made_PH = x_TH.new_empty((pairs, size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
     blocks = cdiv(size, outputs)
-    _down_kernel[(tiles + (1 if more else 0), blocks)](
+    _down_kernel[(tiles, blocks)](
         x,
         *weights,
-        shared_down_HI,
         experts.down_bias_EH,
         order_P,
         tile_X3,
         made_PH,
         routes.expert_TK,
         routes.weight_TK,
-        None if more else shared,
+        shared_TH,
         out_TH,
         tickets(blocks, x_TH.device) if few else order_P,
         tokens,
@@ -176,7 +165,7 @@ def run_experts(
             made_PH,
             routes.expert_TK,
             routes.weight_TK,
-            shared,
+            shared_TH,
             out_TH,
             first,
             E=count,
@@ -187,12 +176,6 @@ def run_experts(
             **overlap(),
         )
     return out_TH
-
-
-def _are_plain(experts: ExpertWeights, shared: SharedWeights) -> bool:
-    """Return whether all weights are numbers of one dtype."""
-    held = {each.dtype if isinstance(each, Tensor) else None for each in (*experts[:2], *shared)}
-    return len(held) == 1 and None not in held
 
 
 def _launch(
@@ -245,19 +228,17 @@ def _launch(
     return x, (words_of(values), scale, zero, weight.unit_O), options, block.outputs
 
 
-@triton.jit(do_not_specialize=["tokens", "first_expert"])
+@triton.jit(do_not_specialize=["first_expert"])
 def _gate_up_kernel(
     x_ptr,  # [T, H]
     weight_ptr,  # [E, 2 * I, H], in 8 bits [E * 2 * I, padded H], in 4 bits half of it
     scale_ptr,  # as in ``packed_linear``, or None
     zero_ptr,  # likewise
     unit_ptr,  # float32, of each row, or if FP8 of each input's, or None
-    shared_ptr,  # [2 * SHARED, H], or None
     bias_ptr,  # [E, 2 * I]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
-    out_ptr,  # [P, I], sorted, then [T, SHARED]
-    tokens,
+    out_ptr,  # [P, I], sorted
     stride,
     first_expert,
     GATED: tl.constexpr,
@@ -265,7 +246,6 @@ def _gate_up_kernel(
     OWN: tl.constexpr,  # experts from the first on, whose weights these are
     K: tl.constexpr,
     I: tl.constexpr,
-    SHARED: tl.constexpr,  # inner size of the expert of all tokens, or 0
     H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -286,16 +266,7 @@ def _gate_up_kernel(
     p, o, h = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
-    # The shared expert's tiles, of as many channels as another's, come first.
-    tile = tl.program_id(0) - (SHARED + I - 1) // I
-    if SHARED and tile < 0:
-        row = (tl.program_id(0) * I + o).to(tl.int64)
-        there, here = (o < I) & (row < SHARED), p < tokens
-        gate, up = _gates(shared_ptr, x_ptr, p, stride, row, row + SHARED, there, here, h, H, BLOCK_I)
-        out_ptrs = out_ptr + tokens * K * I + p[None, :] * SHARED + row[:, None]
-        _store_gated(gate, up, out_ptrs, here[None, :] & there[:, None], GATED)
-        return
-    tile_ptrs = tile_ptr + tile * 3
+    tile_ptrs = tile_ptr + tl.program_id(0) * 3
     expert, first, end = tl.load(tile_ptrs) - first_expert, tl.load(tile_ptrs + 1), tl.load(tile_ptrs + 2)
     if _is_own(expert, E, OWN):
         here = first + p < end
@@ -358,16 +329,15 @@ def _is_own(expert, E: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles", "first_expert"])
 def _down_kernel(
-    inner_ptr,  # [P, I], sorted, then [T, SHARED]
+    inner_ptr,  # [P, I], sorted
     weight_ptr,  # [E, H, I], in 8 bits [E * H, padded I], in 4 bits half of it
     scale_ptr,  # as in ``packed_linear``, or None
     zero_ptr,  # likewise
     unit_ptr,  # float32, of each row, or if FP8 of each input's, or None
-    own_ptr,  # [H, SHARED], the shared expert's, or None
     bias_ptr,  # [E, H]
     order_ptr,  # [P]
     tile_ptr,  # [X + 1, 3]
-    made_ptr,  # [P, H], then [T, H] if SHARED
+    made_ptr,  # [P, H]
     expert_ptr,  # [T, K]
     share_ptr,  # [T, K]
     shared_ptr,  # [T, H], or None
@@ -382,7 +352,6 @@ def _down_kernel(
     OWN: tl.constexpr,
     K: tl.constexpr,
     I: tl.constexpr,
-    SHARED: tl.constexpr,
     H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -403,12 +372,9 @@ def _down_kernel(
     waits: the launch before made the inner states, the one before that the tiles."""
     FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS, STAGES)
     p, o, i = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
-    tile = tl.program_id(0) - (SHARED > 0)  # the shared expert's comes first
-    tile_ptrs = tile_ptr + tile * 3
-    expert = load_settled(tile_ptrs, tile >= 0 if SHARED else True, 0)
+    tile_ptrs = tile_ptr + tl.program_id(0) * 3
+    expert = load_settled(tile_ptrs, True, 0)
     known = expert < E
-    if SHARED:
-        known = known & (tile >= 0)
     first, end = load_settled(tile_ptrs + 1, known, 0), load_settled(tile_ptrs + 2, known, 0)
     here = first + p < end
     pair = load_settled(order_ptr + first + p, here, 0).to(tl.int64)
@@ -424,11 +390,6 @@ def _down_kernel(
             x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I
             row, there = expert.to(tl.int64) * H + o, (o < H) & own
             sums = tl.zeros((BLOCK_O, BLOCK_P), tl.float32)
-            if SHARED and tile < 0:
-                shared_ptrs = inner_ptr + tokens * K * I + p[None, :] * SHARED
-                count = (SHARED + BLOCK_I - 1) // BLOCK_I
-                here, there, pair, steps = p < tokens, o < 0, (tokens * K + p).to(tl.int64), 0
-                sums = _sums(own_ptr, shared_ptrs, o, o < H, here, i, count, sums, SHARED, BLOCK_I)
             sums = _sums(weight_ptr, x_ptrs, row, there, here, i, steps, sums, I, BLOCK_I)
             if bias_ptr is not None:
                 sums = _add_bias(sums, bias_ptr + row, there)
@@ -439,14 +400,14 @@ def _down_kernel(
             )
         tl.store(made_ptr + pair[None, :] * H + o[:, None], sums, mask=here[None, :] & (o < H)[:, None])
         if ADDED:
-            used = tl.load(tile_ptr + tiles * 3) + (SHARED > 0)
+            used = tl.load(tile_ptr + tiles * 3)
             tl.debug_barrier()
             arrived = tl.atomic_add(tickets_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu") + 1
             if arrived == used:
                 tl.store(tickets_ptr + tl.program_id(1), 0)
                 t = tl.arange(0, ADDED)
                 kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
-                _add(kept, t, o, t < tokens, o < H, first_expert, tokens if SHARED else None, E, OWN, K, H)
+                _add(kept, t, o, t < tokens, o < H, first_expert, E, OWN, K, H)
 
 
 @triton.jit
@@ -608,7 +569,7 @@ def _add_kernel(
     h = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     take_turn(OVERLAP)
     kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
-    _add(kept, t, h, t >= 0, h < H, first_expert, None, E, OWN, K, H)
+    _add(kept, t, h, t >= 0, h < H, first_expert, E, OWN, K, H)
 
 
 @triton.jit
@@ -619,15 +580,13 @@ def _add(
     there_t,
     there_h,
     first_expert,
-    tokens,
     E: tl.constexpr,
     OWN: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Add the outputs of tokens' experts that are here, in their order, and the shared one's, which has been rounded or
-    follows those of ``tokens``, and is rounded now. Bypasses L1, which is not coherent with other
-    programs' stores."""
+    """Add the outputs of tokens' experts that are here, in their order, and what is shared. Bypasses L1, which is not
+    coherent with other programs' stores."""
     made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr = kept
     row, there = t.to(tl.int64)[:, None], there_t[:, None] & there_h[None, :]
     sums = tl.zeros((t.shape[0], h.shape[0]), tl.float32)
@@ -639,10 +598,6 @@ def _add(
         made = tl.load(made_ptr + (row * K + k) * H + h[None, :], mask=own, other=0, cache_modifier=".cg")
         share = tl.load(share_ptr + row * K + k, mask=there_t[:, None], other=0)
         sums = tl.fma(made, tl.broadcast_to(share, made.shape), sums)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if tokens is not None:
-        own_ptrs = made_ptr + (tokens * K + row) * H + h[None, :]
-        sums += tl.load(own_ptrs, mask=there, other=0, cache_modifier=".cg").to(dtype).to(tl.float32)
-    elif shared_ptr is not None:
+    if shared_ptr is not None:
         sums += tl.load(shared_ptr + row * H + h[None, :], mask=there, other=0).to(tl.float32)
-    tl.store(out_ptr + row * H + h[None, :], sums.to(dtype), mask=there)
+    tl.store(out_ptr + row * H + h[None, :], sums.to(out_ptr.dtype.element_ty), mask=there)

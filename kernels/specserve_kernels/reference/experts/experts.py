@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from specserve_kernels.reference.experts.route import Routes
 from specserve_kernels.reference.layer.activation import Gate, apply_gate
-from specserve_kernels.reference.linear.linear import linear
 from specserve_kernels.reference.linear.packed import Packed, dequantize_packed
 from specserve_kernels.reference.linear.quantize import FP8, Rounded, given, rounded_inputs
 
@@ -32,13 +31,6 @@ class ExpertWeights(NamedTuple):
         """Return E and I."""
         count = _rows(self.down) // hidden
         return count, _rows(self.gate_up) // (2 * count)
-
-
-class SharedWeights(NamedTuple):
-    """The weights of the expert of all tokens: ``[O, H]``, gates first, and ``[H, I]``. Its I may differ."""
-
-    gate_up_OH: Tensor
-    down_HI: Tensor
 
 
 def _rows(weight: Tensor | Packed) -> int:
@@ -65,12 +57,12 @@ def run_experts(
     routes: Routes,
     experts: ExpertWeights,
     gate: Gate,
-    shared: Tensor | SharedWeights | None = None,
+    shared_TH: Tensor | None = None,
     first: int = 0,
     total: int | None = None,
 ) -> Tensor:
     """Return the sum of each token's experts' outputs, times their weights, in the order of the experts, then
-    ``shared``, the output of the expert of all tokens or its weights: added in float32 at least, and rounded once.
+    ``shared_TH``, the output of another expert of all tokens: added in float32 at least, and rounded once.
     ``experts``: those from ``first`` on, of ``total``, or all; others add nothing. Inputs of FP8 weights, x and each
     expert's own, are rounded to FP8, with a scale for each token. ``Rounded`` x must have what was rounded."""
     x_TH = given(x_TH)
@@ -97,6 +89,4 @@ def run_experts(
         inner_XI = _as_read(inner_XI, experts.down, experts.rounded[1])
         made_XH = F.linear(inner_XI, down_HI, bias_H).to(wide)
         out_TH[token_X] += weight_X1.to(wide) * made_XH
-    if isinstance(shared, SharedWeights):
-        shared = linear(linear(x_TH, shared.gate_up_OH, None, gate), shared.down_HI, None)
-    return (out_TH if shared is None else out_TH + shared.to(wide)).to(x_TH.dtype)
+    return (out_TH if shared_TH is None else out_TH + shared_TH.to(wide)).to(x_TH.dtype)
