@@ -13,12 +13,13 @@ import pytest
 import torch
 from specserve_kernels.reference.linear.floats import FLOATS4
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
-from specserve_kernels.reference.linear.quantize import FP8
+from specserve_kernels.reference.linear.quantize import FP8, Rounded
 from torch import Tensor
 
 pytest.importorskip("triton")
 from specserve_kernels.ops.experts import experts as ops
 from specserve_kernels.ops.experts import route as routing_ops
+from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.reference.experts import experts as reference
 from specserve_kernels.reference.experts import route as routing_reference
 from specserve_kernels.reference.experts.experts import ExpertWeights
@@ -268,11 +269,17 @@ def test_a_token_without_numbers_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_s_bits_depend_on_no_other_token(dtype: torch.dtype) -> None:
-    """Alone, next to others, and in tiles of all sizes."""
-    sizes = (300, 8, 2, 96, 48) if ON_GPU else (20, 3, 2, 32, 16)
+@pytest.mark.parametrize("kind", [None, "fp8 128 128"])
+def test_a_token_s_bits_depend_on_no_other_token(kind: str | None, dtype: torch.dtype) -> None:
+    """Alone, next to others, in tiles of all sizes, and whether x is already rounded."""
+    sizes = (300, 8, 2, 256, 128) if ON_GPU else (20, 3, 2, 32, 16)
     x_TH, routes, experts = drawn(*sizes, True, dtype)
-    whole = ops.run_experts(x_TH, routes, experts, "silu")
+    read: Tensor | Rounded = x_TH
+    if kind is not None:
+        held = (as_in_a_file(each.cpu().float(), kind)[0] for each in experts[:2])  # type: ignore[union-attr]
+        experts = ExpertWeights(*held, *experts[2:])
+        read = round_inputs(x_TH, FP8)._replace(given_TI=x_TH)
+    whole = ops.run_experts(read, routes, experts, "silu")
     counts = itertools.chain([1] * 4, [7, 50, 200]) if ON_GPU else [1, 4]
     first = 0
     for count in counts:

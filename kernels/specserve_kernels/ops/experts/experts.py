@@ -369,7 +369,7 @@ def _down_kernel(
     OVERLAP: tl.constexpr,
 ):
     """``ADDED``: at least the number of tokens if this launch adds their outputs, otherwise 0. Finds its tile before it
-    waits: the launch before made the inner states, the one before that the tiles."""
+    waits: one or two launches before made the inner states, the one before those the tiles."""
     FORMAT: tl.constexpr = (BLOCK_I, BITS, FLOATS, FP8, TOTAL, SCALES, ROWS, GROUPED, SCALE, WARPS, STAGES)
     p, o, i = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     tile_ptrs = tile_ptr + tl.program_id(0) * 3

@@ -69,11 +69,8 @@ def run_experts(
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     out_TH = torch.zeros(x_TH.shape, dtype=wide, device=x_TH.device)
     count, _ = experts.sizes(x_TH.shape[1])
-    read_TH, here, own_TK = (
-        _as_read(x_TH, experts.gate_up, experts.rounded[0]),
-        range(count),
-        routes.expert_TK - first,
-    )
+    read_TH = _as_read(x_TH, experts.gate_up, experts.rounded[0])
+    here, own_TK = range(count), routes.expert_TK - first
     for number in (each for each in own_TK.unique().tolist() if each in here) if x_TH.is_cpu else here:
         yes_TK = own_TK == number
         # Elsewhere the host would have to wait for the tokens' numbers; the others have a weight of 0.
