@@ -560,7 +560,7 @@ def launch_packed(tokens: int, gated: Gate, dtype: torch.dtype = torch.bfloat16)
 
 
 @cache
-def packed_weights() -> list[Packed]:
+def packed_weights(stacked: bool = False) -> list[Packed]:
     """Of 4096 inputs and outputs, all kinds."""
     values, few_bits = (weight(4096, 4096, kept) for kept in (torch.int8, torch.uint8))
     one, blocks, groups = (torch.zeros(shape) for shape in ((4096, 1), (32, 32), (4096, 32)))
@@ -571,7 +571,7 @@ def packed_weights() -> list[Packed]:
         Numbers(few_bits, groups.half(), None, 128),
         Numbers(few_bits, groups.half(), torch.zeros(4096, 32, dtype=torch.uint8), 128),
     ]
-    return [pack(each) for each in numbers]
+    return [pack(each, stacked) for each in numbers]
 
 
 @cache
@@ -646,7 +646,7 @@ def launch_packed_experts(tokens: int, kinds: slice = slice(None)) -> None:
     """Two, whose weights are of all kinds that are stored."""
     x_TH = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
     routes = route(x_TH, weight(2, 2048), Routing(2, 2))
-    for packed in [*packed_weights(), *packed_floats()][kinds]:
+    for packed in [*packed_weights(stacked=True), *packed_floats()][kinds]:
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
 

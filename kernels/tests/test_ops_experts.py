@@ -200,7 +200,7 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
     meant_OI = plain_OI * scale_SG.double()[at_O][:, at_I]
     meant_OI = meant_OI if unit_O1 is None else meant_OI * unit_O1
     numbers = Numbers(values_OI, scale_SG, zero_OG, int(group), int(rows), None, unit_O1 is not None, unit_O1)
-    held = pack(numbers)
+    held = pack(numbers, stacked=True)
     moved = (each.to(DEVICE) if isinstance(each, Tensor) else each for each in held)
     return Packed(*moved), meant_OI.view(weight_EOI.shape).to(DEVICE)  # type: ignore[arg-type]
 

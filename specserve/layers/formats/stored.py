@@ -225,7 +225,7 @@ class StoredProjection(Projection):
             self.plain.rounding = FP8 if is_fp8 else None
             self.plain.stacked, self.plain.kept_plain = self.stacked, self.kept_plain
             return
-        self.packed = pack(fused)
+        self.packed = pack(fused, self.stacked)
         for name, each in {**self.packed._asdict(), "bias_O": bias_O}.items():
             if each is None or isinstance(each, Tensor):
                 self.register_buffer(name, each, persistent=False)

@@ -204,6 +204,7 @@ def _launch(
     if isinstance(weight, Tensor):
         return x, (weight, None, None, None), options | PLAIN, block.outputs
     scale, zero, values = weight.scale_WSN, weight.zero_WON, weight.values
+    assert weight.stacked or weight.floats or weight.bits == 8
     rows, size = block.outputs * (2 if gates else 1), x.element_size()
     step_bytes = weight.step * (tile * size + rows * weight.bits // 8)
     # Before Hopper, what zero points are taken from moves between threads.
@@ -521,7 +522,8 @@ def _add_packed(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FO
             weight = weight_of_nibbles(words, zero.to(tl.int32), True, x.dtype)
         else:
             weight = weight_of_nibbles(words, tl.full(row.shape, 8, tl.int32), False, x.dtype)
-        product = tl.dot(in_rows(weight, WARPS), as_words(x, BITS), input_precision="ieee")
+        x = as_words(x) if BITS == 8 else x
+        product = tl.dot(in_rows(weight, WARPS), x, input_precision="ieee")
         return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
 
 

@@ -2,8 +2,8 @@
 
 Four threads read 64 contiguous bytes of a row, 16 each, and a warp 8 adjacent rows. Tensor cores take 16 inputs at a
 time, of which a thread has two adjacent ones of each half, and for a warp 16 adjacent rows. So that nothing moves
-between threads, rows are read in the order in which they come to lie (``as_read``, ``in_rows``), and activations come
-in the order in which threads have the inputs (``as_words``).
+between threads, rows are read in the order in which they come to lie (``as_read``, ``in_rows``). 4-bit numbers are in
+the order of threads in memory (``Packed``); for bytes, activations come in that order (``as_words``).
 """
 
 from __future__ import annotations
@@ -122,14 +122,10 @@ def _byte(words, BY: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def as_words(x, BITS: tl.constexpr):
-    """Return a step's activations ``[STEP, P]`` in the order of the weight's inputs."""
+def as_words(x):
+    """Return a step's activations ``[STEP, P]`` in the order of the inputs of a weight of bytes."""
     STEP: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    if BITS == 4:
-        parts = tl.reshape(x, (STEP // 16, 4, 2, 2, COLUMNS))
-        return tl.reshape(tl.permute(parts, (0, 3, 1, 2, 4)), (STEP, COLUMNS))
-    else:
-        BOXES: tl.constexpr = (STEP + 63) // 64
-        parts = tl.reshape(x, (BOXES, 4, STEP // (16 * BOXES), 2, 2, COLUMNS))
-        return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3, 5)), (STEP, COLUMNS))
+    BOXES: tl.constexpr = (STEP + 63) // 64
+    parts = tl.reshape(x, (BOXES, 4, STEP // (16 * BOXES), 2, 2, COLUMNS))
+    return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3, 5)), (STEP, COLUMNS))

@@ -11,7 +11,8 @@ in a checkpoint, which come from other texts, are not used. Other weights take a
 ``Packed`` is the same weight as kernels read it. In 4 bits, tensor cores take 32 inputs at a time: two halves, each of
 four fours. One thread's fours of all halves of a step (a group, or 128 inputs) are contiguous, so that it reads them at
 once. The numbers of a first half are the low bits of their bytes. Without zero points, numbers are minus 8, in two's
-complement. 8-bit weights keep the order of the inputs. Floats of 4 bits are in the order of ``linear.floats``.
+complement. Experts' are multiplied by 16-bit activations: a thread's four are two adjacent ones of each half of 16
+inputs. 8-bit weights keep the order of the inputs. Floats of 4 bits are in the order of ``linear.floats``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Packed(NamedTuple):
     """``Numbers`` as kernels read them. ``values``: int8 or float8_e4m3fn ``[O, P]``, uint8 ``[O, P / 2]``.
     ``scale_WSN`` and ``zero_WON``: for every ``step`` inputs, or one for all (``[1, S, 1]``); ``rows`` outputs share a
     scale. ``order_I`` as in ``Numbers``. ``floats``: inputs of a group if 4 bits are floats, otherwise 0; their scales
-    are bytes, and ``unit_O`` multiplies them."""
+    are bytes, and ``unit_O`` multiplies them. ``stacked``: integers of 4 bits are in the order of experts'."""
 
     values: Tensor
     scale_WSN: Tensor
@@ -73,6 +74,7 @@ class Packed(NamedTuple):
     order_I: Tensor | None = None
     floats: int = 0
     unit_O: Tensor | None = None
+    stacked: bool = False
 
     @property
     def bits(self) -> int:
@@ -90,8 +92,9 @@ class Packed(NamedTuple):
         return words * many > 1
 
 
-def pack(numbers: Numbers) -> Packed:
-    """Order a weight for the kernels. Raises ValueError for groups that they don't support."""
+def pack(numbers: Numbers, stacked: bool = False) -> Packed:
+    """Order a weight for the kernels, ``stacked`` for those of experts. Raises ValueError for groups that they don't
+    support."""
     values_OI, scale_SG, zero_OG, group, rows, order_I, floats, unit_O1 = numbers
     inputs, many = values_OI.shape[1], scale_SG.shape[1]
     if floats:
@@ -105,10 +108,10 @@ def pack(numbers: Numbers) -> Packed:
     elif many > 1 and group > step:
         scale_SG = _each(scale_SG, group // step, -(-inputs // step))
         zero_OG = None if zero_OG is None else _each(zero_OG, group // step, -(-inputs // step))
-    values = _ordered(values_OI, step, zero_OG is not None)
+    values = _ordered(values_OI, step, zero_OG is not None, stacked)
     zero_WON = None if zero_OG is None else _in_words(zero_OG)
     scale_WSN = _in_words(scale_SG) if scale_SG.shape[1] > 1 else scale_SG[None].contiguous()
-    return Packed(values, scale_WSN, zero_WON, inputs, step, rows, order_I)
+    return Packed(values, scale_WSN, zero_WON, inputs, step, rows, order_I, stacked=stacked)
 
 
 def _in_words(each_OG: Tensor) -> Tensor:
@@ -127,12 +130,14 @@ def _padded(each_OI: Tensor, many: int) -> Tensor:
     return pad(each_OI, (0, -each_OI.shape[1] % many)) if each_OI.shape[1] % many else each_OI
 
 
-def _ordered(values_OI: Tensor, step: int, zeros: bool) -> Tensor:
+def _ordered(values_OI: Tensor, step: int, zeros: bool, stacked: bool) -> Tensor:
     """Pad to whole steps. In 4 bits, reorder outputs, steps, thirty-twos, halves, fours, numbers of a four to outputs,
     steps, fours, thirty-twos, numbers, halves, which share bytes."""
     plain = _padded(values_OI.view(torch.uint8), step)
     if values_OI.dtype != NIBBLES:
         return plain.view(values_OI.dtype)
+    if stacked:  # eights, fours, pairs to fours, pairs, eights
+        plain = plain.view(len(plain), -1, 2, 4, 2).permute(0, 1, 3, 4, 2).reshape(plain.shape)
     low, high = (
         (plain if zeros else plain ^ SYMMETRIC_ZERO).view(len(plain), -1, step // 32, 2, 4, 4).unbind(3)
     )
@@ -155,7 +160,10 @@ def unpack(packed: Packed, ids_R: Tensor | None = None) -> Numbers:
     else:
         both = torch.stack((picked & 15, picked >> 4), -1)
         parts = both.view(len(both), -1, 4, packed.step // 32, 4, 2).permute(0, 1, 3, 5, 2, 4)
-        values_OI = parts.flatten(1)[:, : packed.inputs]
+        values_OI = parts.flatten(1)
+        if packed.stacked:
+            values_OI = values_OI.view(len(both), -1, 4, 2, 2).permute(0, 1, 4, 2, 3).flatten(1)
+        values_OI = values_OI[:, : packed.inputs]
         values_OI = values_OI if packed.zero_WON is not None else values_OI ^ SYMMETRIC_ZERO
 
     def spread(each_WON: Tensor) -> Tensor:
