@@ -129,6 +129,7 @@ READ_EARLY = {
     "_gate_heads_kernel": {"gate_ptr", "weight_ptr"},
     "_latents_kernel": {"length", "q_start"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
+    "streamed_down_kernel": {"tile_ptr"},
     "_route_kernel": {"weight_ptr", "gate_ptr"},
     "_linear_ahead_kernel": {"x_ptr", "weight_ptr"},
     "_multiply_kernel": {"weight_ptr"},
@@ -642,10 +643,10 @@ def launch_experts(tokens: int, correction: bool = False, biased: bool = False, 
     run_experts(x_TH, routes, experts, "silu", x_TH if correction else None, first, count)
 
 
-def launch_packed_experts(tokens: int, kinds: slice = slice(None)) -> None:
-    """Two, whose weights are of all kinds that are stored."""
-    x_TH = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
-    routes = route(x_TH, weight(2, 2048), Routing(2, 2))
+def launch_packed_experts(tokens: int, kinds: slice = slice(None), count: int = 2) -> None:
+    """Whose weights are of all kinds that are stored."""
+    x_TH = torch.zeros(tokens, 4096 // count, dtype=torch.bfloat16)
+    routes = route(x_TH, weight(count, 4096 // count), Routing(count, 2))
     for packed in [*packed_weights(stacked=True), *packed_floats()][kinds]:
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
@@ -710,6 +711,7 @@ def main() -> None:
         for tokens in (1, 40, 64, 400):
             launch_experts(tokens)
         launch_packed_experts(4)
+        launch_packed_experts(8, slice(5, 6), 16)  # MXFP4, in enough tiles
         launch_recurrent(torch.float32)
         launch_recurrent(torch.bfloat16, block=32)
         for tokens in (64, 256, 512):

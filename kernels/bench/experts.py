@@ -46,7 +46,7 @@ def weight(rows: int, inputs: int, kept: str) -> Tensor | Packed:
         scale = torch.full((outputs, inputs // group), 2.0**-7, device="cuda")
         return pack(Numbers(values, scale, None, group, floats=True))
     scale = torch.full((outputs, inputs // GROUP), inputs**-0.5 / 5, device="cuda", dtype=torch.bfloat16)
-    return pack(Numbers(values, scale, None, GROUP))
+    return pack(Numbers(values, scale, None, GROUP), stacked=True)
 
 
 def make_layers(kept: str) -> list[Layer]:
@@ -92,7 +92,8 @@ def swept(x_TH: Tensor, layers: list[Layer], packed: bool) -> Iterator[tuple[flo
     for which, launch in itertools.product((0, 1), PACKED if packed else PLAIN):
         blocks = list(usual)
         blocks[which] = ops.Block(*launch)
-        with mock.patch.object(ops, name, return_value=tuple(blocks)):
+        patch = partial(mock.patch.object, ops)
+        with patch(name, return_value=tuple(blocks)), patch("streams", return_value=False):
             try:
                 yield seconds(x_TH, layers), f"{('gates', 'outputs')[which]} {launch}"
             except OutOfResources:

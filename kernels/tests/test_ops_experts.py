@@ -188,7 +188,7 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
         values_OI = torch.randint(low, high, (outputs, inputs), dtype=torch.uint8 if few else torch.int8)
     groups, at_O, at_I = -(-inputs // many), torch.arange(outputs) // int(rows), torch.arange(inputs) // many
     scale_SG = (torch.rand(-(-outputs // int(rows)), groups) + 0.5) / 400
-    unit_O1 = None
+    scale_SG, unit_O1 = scale_SG.half() if name == "int4" else scale_SG, None
     if name == "floats4":
         scale_SG, unit_O1 = (scale_SG * 400).to(FP8).float(), torch.rand(outputs, 1) / 20
     zero_OG = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if zeros else None
@@ -269,24 +269,29 @@ def test_a_token_without_numbers_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [None, "fp8 128 128"])
+@pytest.mark.parametrize(
+    "kind", [None, "fp8 128 128", *["int4 128 1", "int4 128 1 zeros", "floats4 32 1"] * ON_GPU]
+)
 def test_a_token_s_bits_depend_on_no_other_token(kind: str | None, dtype: torch.dtype) -> None:
-    """Alone, next to others, in tiles of all sizes, and whether x is already rounded."""
+    """Alone, next to others, in tiles of all sizes, of which on Hopper other kernels run small ones in 4 bits, and
+    whether x is already rounded; of all experts, and of some."""
     sizes = (300, 8, 2, 256, 128) if ON_GPU else (20, 3, 2, 32, 16)
     x_TH, routes, experts = drawn(*sizes, True, dtype)
     read: Tensor | Rounded = x_TH
-    if kind is not None:
-        held = (as_in_a_file(each.cpu().float(), kind)[0] for each in experts[:2])  # type: ignore[union-attr]
-        experts = ExpertWeights(*held, *experts[2:])
+    if kind is not None and kind.startswith("fp8"):
         read = round_inputs(x_TH, FP8)._replace(given_TI=x_TH)
-    whole = ops.run_experts(read, routes, experts, "silu")
-    counts = itertools.chain([1] * 4, [7, 50, 200]) if ON_GPU else [1, 4]
-    first = 0
-    for count in counts:
-        rows = slice(first, first + count)
-        own = with_tiles(Routes(*(each[rows] for each in routes[:2])), sizes[1])
-        assert torch.equal(ops.run_experts(x_TH[rows], own, experts, "silu"), whole[rows])
-        first += count
+    for own in (slice(0, sizes[1]), slice(1, 4))[: 1 + ON_GPU]:
+        weights, biases = [each[own] for each in experts[:2]], [each[own] for each in experts[2:4]]  # type: ignore[index]
+        if kind is not None:
+            weights = [as_in_a_file(each.cpu().float(), kind)[0] for each in weights]  # type: ignore[union-attr]
+        here, first = ExpertWeights(*weights, *biases), 0  # type: ignore[arg-type]
+        whole = ops.run_experts(read, routes, here, "silu", None, own.start, sizes[1])
+        for count in itertools.chain([1] * 4, [7, 50, 200]) if ON_GPU else [1, 4]:
+            rows = slice(first, first + count)
+            chosen = with_tiles(Routes(*(each[rows] for each in routes[:2])), sizes[1])
+            found = ops.run_experts(x_TH[rows], chosen, here, "silu", None, own.start, sizes[1])
+            assert torch.equal(found, whole[rows])
+            first += count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

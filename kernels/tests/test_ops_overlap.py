@@ -48,6 +48,7 @@ BEFORE = {
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
 # Weights: ``waits_first`` in ``tests/compiled_launches.py`` checks what.
 COPIES_FIRST = {"_specialized_kernel", "_streamed_kernel", "_latents_kernel"}
+COPIES_FIRST |= {"streamed_gate_up_kernel", "streamed_down_kernel"}
 ALONE = {"_prefill_kernel"}  # long, and launched as others are, after all that came before it
 
 
@@ -133,6 +134,7 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
         ("_share_sums", "barrier()"),
         ("_streamed_kernel", "barrier()"),
         ("store_partial", "tl.debug_barrier()"),
+        ("streamed_down_kernel", "barrier()"),
     ]
 
 
@@ -146,6 +148,7 @@ def test_who_reads_before_it_waits() -> None:
         "work_of": {"length_B", "q_start"},  # of _attend_kernel
         "_add_rms_norm_kernel": {"weight_ptr", "residual_ptr"},
         "_down_kernel": {"order_ptr", "tile_ptrs"},
+        "streamed_down_kernel": {"tile_ptrs"},
         "_gate_heads_kernel": {"gate_ptr", "weight_ptr"},
         "_route_kernel": {"weight_ptrs"},
         "_gate_rows_kernel": {"x_ptr", "weight_ptr"},

@@ -23,7 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2, tickets
+from specserve_kernels.ops.experts.add import add_outputs, is_own
 from specserve_kernels.ops.experts.route import pairs_of_tile
+from specserve_kernels.ops.experts.streamed import streamed, streams
 from specserve_kernels.ops.experts.words import (
     as_read,
     as_words,
@@ -85,10 +87,10 @@ def blocks_for(pairs: int, element_size: int) -> tuple[Block, Block]:
 
 
 def packed_blocks_for(pairs: int, tiles: int, floats: int, element_size: int) -> tuple[Block, Block]:
-    """Choose them for weights of 8 and 4 bits, whose steps are their own. If inputs are FP8, tensor cores take both as
-    they are. Otherwise a warp reads at least 16 rows, and registers hold each sum twice; two programs of 64 pairs have
-    room, and one multiplies while the other converts. Of floats, warps of small tiles wait for fewer others, and few
-    tiles are shared by more programs."""
+    """Choose them for weights of 8 and 4 bits, whose steps are their own, where ``streamed`` does not serve. If inputs
+    are FP8, tensor cores take both as they are. Otherwise a warp reads at least 16 rows, and registers hold each sum
+    twice; two programs of 64 pairs have room, and one multiplies while the other converts. Of floats, warps of small
+    tiles wait for fewer others, and few tiles are shared by more programs."""
     if element_size == 1:
         if pairs == 16:
             return Block(32, 0, 4, 8), Block(64, 0, 4, 3)
@@ -121,9 +123,9 @@ def run_experts(
     order_P, tile_X3 = routes.tiles
     tile, tiles, few = pairs_of_tile(pairs, count), len(tile_X3) - 1, tokens <= FEW_TOKENS
     shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
-    x, weights, options, outputs = _launch(experts.gate_up, tile, tiles, read, gates=True)
+    x, kernel, weights, options, outputs = _launch(experts.gate_up, inner, tile, tiles, read, gates=True)
     inner_PI = x_TH.new_empty((pairs, inner))
-    _gate_up_kernel[(tiles, cdiv(inner, outputs))](
+    kernel[(tiles, cdiv(inner, outputs))](
         x,
         *weights,
         experts.gate_up_bias_EO,
@@ -136,11 +138,11 @@ def run_experts(
         **shape,
         **options,
     )
-    x, weights, options, outputs = _launch(experts.down, tile, tiles, inner_PI, gates=False)
+    x, kernel, weights, options, outputs = _launch(experts.down, size, tile, tiles, inner_PI, gates=False)
     made_PH = x_TH.new_empty((pairs, size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
     blocks = cdiv(size, outputs)
-    _down_kernel[(tiles, blocks)](
+    kernel[(tiles, blocks)](
         x,
         *weights,
         experts.down_bias_EH,
@@ -179,20 +181,23 @@ def run_experts(
 
 
 def _launch(
-    weight: Tensor | Packed, tile: int, tiles: int, read: Tensor | Rounded, gates: bool
-) -> tuple[Tensor, tuple[Tensor | None, ...], dict[str, Any], int]:
-    """Return a kernel's inputs, its numbers, scales, zero points and units, its constants, and the outputs of a
-    program."""
+    weight: Tensor | Packed, width: int, tile: int, tiles: int, read: Tensor | Rounded, gates: bool
+) -> tuple[Tensor, Any, tuple[Tensor | None, ...], dict[str, Any], int]:
+    """Return the inputs of a launch for ``width`` outputs of each expert, its kernel, the numbers, scales, zero points
+    and units, its constants, and the outputs of a program."""
     x, unit, is_fp8 = given(read), None, isinstance(weight, Packed) and weight.values.dtype == FP8
     if is_fp8:
         if isinstance(read, Tensor) or read.values.dtype != FP8:
             read = round_inputs(x, FP8)
         x, unit = read.values, read.unit_GT
     if isinstance(weight, Packed):
+        assert weight.stacked or weight.floats or weight.bits == 8
+        if streams(weight, x, width, tile, few=tiles <= FEW_TILES):
+            return x, *streamed(weight, gates)
         blocks = packed_blocks_for(tile, tiles, weight.floats, x.element_size())
     else:
         blocks = blocks_for(tile, x.element_size())
-    block = blocks[0 if gates else 1]
+    kernel, block = (_gate_up_kernel, blocks[0]) if gates else (_down_kernel, blocks[1])
     options: dict[str, Any] = {
         "BLOCK_O": block.outputs,
         "BLOCK_I": block.inputs,
@@ -202,9 +207,8 @@ def _launch(
         "num_stages": block.stages,
     }
     if isinstance(weight, Tensor):
-        return x, (weight, None, None, None), options | PLAIN, block.outputs
+        return x, kernel, (weight, None, None, None), options | PLAIN, block.outputs
     scale, zero, values = weight.scale_WSN, weight.zero_WON, weight.values
-    assert weight.stacked or weight.floats or weight.bits == 8
     rows, size = block.outputs * (2 if gates else 1), x.element_size()
     step_bytes = weight.step * (tile * size + rows * weight.bits // 8)
     # Before Hopper, what zero points are taken from moves between threads.
@@ -225,8 +229,8 @@ def _launch(
     options["STAGES"] = options["num_stages"]
     scale, zero = words_of(scale) if weight.grouped else scale, None if zero is None else words_of(zero)
     if is_fp8:
-        return x, (values, scale, None, unit), options, block.outputs
-    return x, (words_of(values), scale, zero, weight.unit_O), options, block.outputs
+        return x, kernel, (values, scale, None, unit), options, block.outputs
+    return x, kernel, (words_of(values), scale, zero, weight.unit_O), options, block.outputs
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -269,7 +273,7 @@ def _gate_up_kernel(
     let_next_begin(OVERLAP)
     tile_ptrs = tile_ptr + tl.program_id(0) * 3
     expert, first, end = tl.load(tile_ptrs) - first_expert, tl.load(tile_ptrs + 1), tl.load(tile_ptrs + 2)
-    if _is_own(expert, E, OWN):
+    if is_own(expert, E, OWN):
         here = first + p < end
         token = tl.load(order_ptr + first + p, mask=here, other=0) // K
         there = o < I
@@ -320,12 +324,6 @@ def _gates(
 def _store_gated(gate, up, out_ptrs, there, GATED: tl.constexpr):
     dtype: tl.constexpr = out_ptrs.dtype.scalar.element_ty
     tl.store(out_ptrs, activate(gate.to(dtype), up.to(dtype), GATED), mask=there)
-
-
-@triton.jit
-def _is_own(expert, E: tl.constexpr, OWN: tl.constexpr):
-    """``expert``: counted from the first whose weights are here."""
-    return expert < E if OWN == E else (expert >= 0) & (expert < OWN)
 
 
 @triton.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles", "first_expert"])
@@ -385,7 +383,7 @@ def _down_kernel(
         steps, own = (I + BLOCK_I - 1) // BLOCK_I, expert < E
         if OWN < E:  # a tile of another rank's expert takes its ticket alone
             expert -= first_expert
-            own = _is_own(expert, E, OWN)
+            own = is_own(expert, E, OWN)
             here, steps = here & own, tl.where(own, steps, 0)
         if BITS == 16:
             x_ptrs = inner_ptr + (first + p).to(tl.int64)[None, :] * I
@@ -408,7 +406,8 @@ def _down_kernel(
                 tl.store(tickets_ptr + tl.program_id(1), 0)
                 t = tl.arange(0, ADDED)
                 kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
-                _add(kept, t, o, t < tokens, o < H, first_expert, E, OWN, K, H)
+                nothing = tl.zeros((ADDED, BLOCK_O), tl.float32)
+                add_outputs(nothing, kept, t, o, t < tokens, o < H, first_expert, E, OWN, K, H)
 
 
 @triton.jit
@@ -510,9 +509,10 @@ def _add_packed(words, scale_ptr, zero_ptr, row, there, step, x, sums, scale, FO
     GROUP: tl.constexpr = FORMAT[2]  # of floats of 4 bits
     TOTAL: tl.constexpr = FORMAT[4]
     WARPS: tl.constexpr = FORMAT[9]
+    if BITS == 4:  # of one box
+        words = tl.reshape(words, (words.shape[1], words.shape[2]))
     if GROUP:
-        plain = tl.reshape(words, (words.shape[1], words.shape[2]))
-        weight = weight_of_floats(plain, scale_ptr + row, there, step, TOTAL, GROUP, x.dtype)
+        weight = weight_of_floats(words, scale_ptr + row, there, step, TOTAL, GROUP, x.dtype)
         return add_step(in_rows(weight, WARPS), x, sums)
     else:
         if BITS == 8:
@@ -571,35 +571,5 @@ def _add_kernel(
     h = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     take_turn(OVERLAP)
     kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
-    _add(kept, t, h, t >= 0, h < H, first_expert, E, OWN, K, H)
-
-
-@triton.jit
-def _add(
-    kept,
-    t,
-    h,
-    there_t,
-    there_h,
-    first_expert,
-    E: tl.constexpr,
-    OWN: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-):
-    """Add the outputs of tokens' experts that are here, in their order, and what is shared. Bypasses L1, which is not
-    coherent with other programs' stores."""
-    made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr = kept
-    row, there = t.to(tl.int64)[:, None], there_t[:, None] & there_h[None, :]
-    sums = tl.zeros((t.shape[0], h.shape[0]), tl.float32)
-    for k in tl.static_range(K):
-        own = there
-        if OWN < E:
-            expert = tl.load(expert_ptr + row * K + k, mask=there_t[:, None], other=-1) - first_expert
-            own = there & _is_own(expert, E, OWN)
-        made = tl.load(made_ptr + (row * K + k) * H + h[None, :], mask=own, other=0, cache_modifier=".cg")
-        share = tl.load(share_ptr + row * K + k, mask=there_t[:, None], other=0)
-        sums = tl.fma(made, tl.broadcast_to(share, made.shape), sums)
-    if shared_ptr is not None:
-        sums += tl.load(shared_ptr + row * H + h[None, :], mask=there, other=0).to(tl.float32)
-    tl.store(out_ptr + row * H + h[None, :], sums.to(out_ptr.dtype.element_ty), mask=there)
+    nothing = tl.zeros((1, BLOCK), tl.float32)
+    add_outputs(nothing, kept, t, h, t >= 0, h < H, first_expert, E, OWN, K, H)

@@ -65,9 +65,9 @@ def load_words(words_ptr, row, there, step, INPUTS: tl.constexpr, STEP: tl.const
 
 @triton.jit
 def weight_of_nibbles(words, zero, ZEROS: tl.constexpr, dtype: tl.constexpr):
-    """Return the weight ``[O, STEP]`` of words ``[1, O, W]``, minus zero points ``[O]``."""
-    ROWS: tl.constexpr = words.shape[1]
-    EACH: tl.constexpr = words.shape[2] // 4
+    """Return the weight ``[O, STEP]`` of words ``[O, W]``, minus zero points ``[O]``."""
+    ROWS: tl.constexpr = words.shape[0]
+    EACH: tl.constexpr = words.shape[1] // 4
     words = tl.reshape(words, (ROWS, 4, EACH))
     PAIRED: tl.constexpr = _COMPILED and dtype.primitive_bitwidth == 16
     if PAIRED:

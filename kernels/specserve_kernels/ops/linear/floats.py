@@ -50,15 +50,22 @@ def weight_of_floats(
 ):
     """Return a step's weight ``[O, 128]`` without the outputs' units. ``words``: int32 ``[O, 16]``; ``scale_ptrs``: to
     each output's first int32 of the bytes of four groups, the next of which is ``TOTAL`` later."""
-    ROWS: tl.constexpr = words.shape[0]
-    PAIRED: tl.constexpr = _COMPILED and dtype.primitive_bitwidth == 16
     EACH: tl.constexpr = 32 // GROUP  # scales of a word, and words with scales of a step
     many = step * EACH + tl.arange(0, EACH)
     scales = tl.load(scale_ptrs[:, None] + many[None, :] * TOTAL, mask=there[:, None])
-    words = tl.reshape(words, (ROWS, 4, 4))
     first = tl.arange(0, 4 // EACH) * EACH
-    low = tl.broadcast_to(_factors(scales, first, dtype), words.shape)
-    high = tl.broadcast_to(_factors(scales, first + (EACH - 1), dtype), words.shape)
+    low = tl.reshape(factors(scales, first, dtype), (words.shape[0], 1, 4))
+    high = tl.reshape(factors(scales, first + (EACH - 1), dtype), (words.shape[0], 1, 4))
+    return weight_by(words, low, high, dtype)
+
+
+@triton.jit
+def weight_by(words, low, high, dtype: tl.constexpr):
+    """Return the weight, of two groups' ``factors`` for each of a thread's words."""
+    ROWS: tl.constexpr = words.shape[0]
+    PAIRED: tl.constexpr = _COMPILED and dtype.primitive_bitwidth == 16
+    words = tl.reshape(words, (ROWS, 4, 4))
+    low, high = tl.broadcast_to(low, words.shape), tl.broadcast_to(high, words.shape)
     if PAIRED:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _BFLOAT_PAIRS if dtype == tl.bfloat16 else _HALF_PAIRS,
@@ -79,14 +86,13 @@ def weight_of_floats(
 
 
 @triton.jit
-def _factors(scales, byte, dtype: tl.constexpr):
-    """Return ``[O, 1, 4]``, for each of a thread's words a factor of one of its groups' two floats; as a float32 if not
-    compiled for 16 bits."""
-    ROWS: tl.constexpr = scales.shape[0]
-    wide = tl.broadcast_to(scales[:, :, None], (ROWS, scales.shape[1], byte.shape[0]))
+def factors(scales, byte, dtype: tl.constexpr):
+    """Return ``[O, X, B]`` of scales ``[O, X]`` and which of their bytes, ``[B]``: for each of a thread's words a
+    factor of one of its groups' two floats; as a float32 if not compiled for 16 bits."""
+    wide = tl.broadcast_to(scales[:, :, None], (scales.shape[0], scales.shape[1], byte.shape[0]))
     byte = tl.broadcast_to(byte[None, None, :], wide.shape)
     if _COMPILED and dtype.primitive_bitwidth == 16:
-        made = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             _BFLOAT_FACTOR if dtype == tl.bfloat16 else _HALF_FACTOR,
             "=r,r,r",
             [wide, byte + 0x4440],
@@ -96,8 +102,7 @@ def _factors(scales, byte, dtype: tl.constexpr):
         )
     else:
         scale = wide >> byte * 8 & 255
-        made = ((scale & 7) + 8) * tl.exp2((scale >> 3).to(tl.float32) - 32)
-    return tl.reshape(made, (ROWS, 1, 4))
+        return ((scale & 7) + 8) * tl.exp2((scale >> 3).to(tl.float32) - 32)
 
 
 @triton.jit

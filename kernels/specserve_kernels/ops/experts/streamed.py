@@ -1,0 +1,350 @@
+"""Experts of 4 bits on Hopper, for tiles of few pairs. Shapes, arguments and bits are those of ``experts``.
+
+With few pairs, making numbers of what is read takes most of the time. Here four warps have two blocks of 64 rows, of
+gates and of what they gate, or neighbours, and make one block's numbers while tensor cores multiply the other's. They
+meet once in a chunk of 256 inputs, and ask for chunks ahead: those of outputs ask for weights before they wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from specserve_kernels.ops.device import HOPPER, capability_of, copies
+from specserve_kernels.ops.experts.add import add_outputs, is_own
+from specserve_kernels.ops.experts.words import weight_of_nibbles
+from specserve_kernels.ops.layer.activation import activate
+from specserve_kernels.ops.linear.floats import factors, weight_by
+from specserve_kernels.ops.linear.hopper import (
+    ROWS_EACH,
+    across,
+    add_scaled,
+    barrier,
+    begin_after_last,
+    scale_of,
+)
+from specserve_kernels.ops.linear.packed import words_of
+from specserve_kernels.ops.pdl import INTERPRETED, load_settled
+from specserve_kernels.reference.linear.packed import STEP, Packed
+
+OF_FLOATS = {"STAGES": 2, "maxnreg": 168}  # with which three programs have room on a multiprocessor
+OF_INTEGERS = {"STAGES": 3, "maxnreg": None}
+_GROUP = 32  # inputs of a scale of floats
+_STEP = gl.constexpr(STEP)
+_CHUNK, _WORDS = gl.constexpr(2 * STEP), gl.constexpr(STEP // 4)  # inputs asked for at once, and their words
+_INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # as asked for
+_OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # as added
+# Their names in Triton 3.9, and in 3.6.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+def streams(weight: Packed, x: Tensor, outputs: int, tile: int, few: bool) -> bool:
+    """Return whether these kernels make ``outputs`` of each expert: where they are faster than those of ``experts``.
+    ``few``: tiles that would not fill the device."""
+    if INTERPRETED or capability_of(x.device)[0] != HOPPER or weight.bits != 4 or weight.step != STEP:
+        return False
+    if weight.floats:
+        chosen = weight.floats == _GROUP and tile == 16 and not few
+    else:
+        chosen = weight.grouped and weight.rows == 1 and weight.scale_WSN.element_size() == 2 and tile <= 32
+    aligned = copies(x) and x.stride(0) % 16 == 0 and x.shape[1] % 8 == 0 and outputs % 8 == 0
+    return chosen and aligned and x.element_size() == 2 and outputs >= 2 * ROWS_EACH.value
+
+
+def streamed(weight: Packed, gates: bool) -> tuple[Any, tuple[Tensor | None, ...], dict[str, Any], int]:
+    """Return a kernel, its weight's numbers, scales, zero points and units, its constants, and the outputs of a
+    program."""
+    scale, zero = weight.scale_WSN, weight.zero_WON
+    tensors = (
+        words_of(weight.values),
+        words_of(scale),
+        None if zero is None else words_of(zero),
+        weight.unit_O,
+    )
+    kind = "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")
+    options = {"SCALE": getattr(gl, kind), "num_warps": 4, **(OF_FLOATS if weight.floats else OF_INTEGERS)}
+    if gates:
+        return streamed_gate_up_kernel, tensors, options, ROWS_EACH.value
+    return streamed_down_kernel, tensors, options, 2 * ROWS_EACH.value
+
+
+@gluon.jit(do_not_specialize=["first_expert"])
+def streamed_gate_up_kernel(
+    x_ptr,
+    values_ptr,  # int32 [E * 2 * I, W]
+    scale_ptr,  # int32 [W, E * 2 * I]
+    zero_ptr,  # likewise, or None
+    unit_ptr,
+    bias_ptr,
+    order_ptr,
+    tile_ptr,
+    out_ptr,
+    stride,
+    first_expert,
+    GATED: gl.constexpr,
+    E: gl.constexpr,
+    OWN: gl.constexpr,
+    K: gl.constexpr,
+    I: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_P: gl.constexpr,
+    SCALE: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_P, 16])
+    FORMAT: gl.constexpr = (OWN * 2 * I, H, SCALE, zero_ptr is not None, STAGES)
+    if OVERLAP:
+        begin_after_last()
+    tile_ptrs = tile_ptr + gl.program_id(0) * 3
+    expert, first, end = gl.load(tile_ptrs) - first_expert, gl.load(tile_ptrs + 1), gl.load(tile_ptrs + 2)
+    if is_own(expert, E, OWN):
+        first_o = gl.minimum(gl.program_id(1) * ROWS_EACH, I - ROWS_EACH)
+        row = expert * (2 * I) + first_o
+        stored, room = (values_ptr, scale_ptr, zero_ptr, row, row + I), _room(x_ptr, BLOCK_P, FORMAT)
+        _ask_first_weights(stored, room, FORMAT)
+        p = first + gl.arange(0, BLOCK_P, gl.SliceLayout(1, _INPUTS))
+        token = gl.load(order_ptr + p, mask=p < end, other=0) // K
+        gate, up = _sums(x_ptr + token.to(gl.int64) * stride, p < end, stored, room, MMA, FORMAT)
+        gate = _results(gate, unit_ptr, bias_ptr, row)
+        up = _results(up, unit_ptr, bias_ptr, row + I)
+        o = first_o + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, MMA))
+        q = first + gl.arange(0, BLOCK_P, gl.SliceLayout(0, MMA))
+        dtype: gl.constexpr = out_ptr.dtype.element_ty
+        out_ptrs = out_ptr + q.to(gl.int64)[None, :] * I + o[:, None]
+        gl.store(out_ptrs, activate(gate.to(dtype), up.to(dtype), GATED), mask=(q < end)[None, :])
+
+
+@gluon.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles", "first_expert"])
+def streamed_down_kernel(
+    inner_ptr,
+    values_ptr,  # int32 [E * H, W]
+    scale_ptr,  # int32 [W, E * H]
+    zero_ptr,  # likewise, or None
+    unit_ptr,
+    bias_ptr,
+    order_ptr,
+    tile_ptr,
+    made_ptr,
+    expert_ptr,
+    share_ptr,
+    shared_ptr,
+    out_ptr,
+    tickets_ptr,
+    tokens,
+    tiles,
+    stride,
+    first_expert,
+    ADDED: gl.constexpr,
+    E: gl.constexpr,
+    OWN: gl.constexpr,
+    K: gl.constexpr,
+    I: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_P: gl.constexpr,
+    SCALE: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Finds its tile and asks for weights before it waits. The last block of outputs begins within the one before."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_P, 16])
+    FORMAT: gl.constexpr = (OWN * H, I, SCALE, zero_ptr is not None, STAGES)
+    tile_ptrs = tile_ptr + gl.program_id(0) * 3
+    known = load_settled(tile_ptrs, True, 0)
+    first, end = load_settled(tile_ptrs + 1, True, 0), load_settled(tile_ptrs + 2, True, 0)
+    expert, first_o = known - first_expert, gl.minimum(gl.program_id(1) * 2 * ROWS_EACH, H - 2 * ROWS_EACH)
+    row = expert * H + first_o
+    stored, room = (values_ptr, scale_ptr, zero_ptr, row, row + ROWS_EACH), _room(inner_ptr, BLOCK_P, FORMAT)
+    if is_own(expert, E, OWN):
+        _ask_first_weights(stored, room, FORMAT)
+    if OVERLAP:
+        begin_after_last()
+    if is_own(expert, E, OWN):
+        p = first + gl.arange(0, BLOCK_P, gl.SliceLayout(1, _INPUTS))
+        sums, sums2 = _sums(inner_ptr + p.to(gl.int64) * stride, p < end, stored, room, MMA, FORMAT)
+        q = first + gl.arange(0, BLOCK_P, gl.SliceLayout(0, MMA))
+        pair = gl.load(order_ptr + q, mask=q < end, other=0).to(gl.int64)
+        o = first_o + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, MMA))
+        made_ptrs, here = made_ptr + pair[None, :] * H + o[:, None], (q < end)[None, :]
+        gl.store(made_ptrs, _results(sums, unit_ptr, bias_ptr, row), mask=here)
+        gl.store(made_ptrs + ROWS_EACH, _results(sums2, unit_ptr, bias_ptr, row + ROWS_EACH), mask=here)
+    if ADDED and known < E:
+        used = gl.load(tile_ptr + tiles * 3)
+        barrier()
+        arrived = gl.atomic_add(tickets_ptr + gl.program_id(1), 1, sem="acq_rel", scope="gpu") + 1
+        if arrived == used:
+            gl.store(tickets_ptr + gl.program_id(1), 0)
+            t = gl.arange(0, ADDED, gl.SliceLayout(1, _OUTPUTS))
+            o = first_o + gl.arange(0, 2 * ROWS_EACH, gl.SliceLayout(0, _OUTPUTS))
+            nothing = gl.zeros([ADDED, 2 * ROWS_EACH], gl.float32, _OUTPUTS)
+            kept = made_ptr, expert_ptr, share_ptr, shared_ptr, out_ptr
+            add_outputs(nothing, kept, t, o, t < tokens, o < H, first_expert, E, OWN, K, H)
+
+
+@gluon.jit
+def _results(sums, unit_ptr, bias_ptr, row):
+    """Multiply the sums of rows from ``row`` on by their units, and add their biases."""
+    rows = row + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, sums.type.layout))
+    if unit_ptr is not None:
+        sums = sums * gl.load(unit_ptr + rows)[:, None]
+    if bias_ptr is not None:
+        sums = gl.fma(sums, gl.full_like(sums, 1.0), across(gl.load(bias_ptr + rows).to(gl.float32), sums))
+    return sums
+
+
+@gluon.jit
+def _room(x_ptr, BLOCK_P: gl.constexpr, FORMAT: gl.constexpr):
+    """Return shared memory for chunks: of inputs, numbers of both blocks, and two words of each row."""
+    STAGES: gl.constexpr = FORMAT[4]
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    INPUTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_P, _CHUNK], INPUTS)
+    values = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS_EACH, _WORDS], NUMBERS)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS_EACH], PLAIN)
+    more = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS_EACH], PLAIN)
+    return x, values, words, more
+
+
+@gluon.jit
+def _ask_first_weights(stored, room, FORMAT: gl.constexpr):
+    for chunk in gl.static_range(FORMAT[4] - 1):
+        _ask_weights(stored, room, chunk, FORMAT)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def _ask_weights(stored, room, chunk, FORMAT: gl.constexpr):
+    """Ask for a chunk's weights; after the last step, which has no inputs, for any."""
+    TOTAL: gl.constexpr = FORMAT[0]
+    LAST: gl.constexpr = (FORMAT[1] + _STEP - 1) // _STEP - 1
+    FLOATS: gl.constexpr = FORMAT[2] == gl.int32
+    ZEROS: gl.constexpr = FORMAT[3]
+    WIDTH: gl.constexpr = (LAST + 1) * (_STEP // 8)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    values_ptr, scale_ptr, zero_ptr, row, row2 = stored
+    _, values, words, more = room
+    slot = chunk % FORMAT[4]
+    r = gl.arange(0, 2 * ROWS_EACH, gl.SliceLayout(1, COPY))
+    at = chunk * _WORDS + gl.arange(0, _WORDS, gl.SliceLayout(0, COPY))
+    rows = (gl.where(r < ROWS_EACH, row, row2 - ROWS_EACH) + r).to(gl.int64)
+    values_ptrs = values_ptr + rows[:, None] * WIDTH + at[None, :]
+    _copy(values.index(slot), values_ptrs, mask=(at < WIDTH)[None, :])
+    s = gl.arange(0, 2 * ROWS_EACH, EACH)
+    rows = gl.where(s < ROWS_EACH, row, row2 - ROWS_EACH) + s
+    rows = gl.max_contiguous(gl.multiple_of(rows, [4]), [4])  # those of each block, which begin at multiples
+    if FLOATS:
+        _copy(words.index(slot), scale_ptr + gl.minimum(2 * chunk, LAST) * TOTAL + rows)
+        _copy(more.index(slot), scale_ptr + gl.minimum(2 * chunk + 1, LAST) * TOTAL + rows)
+    else:
+        _copy(words.index(slot), scale_ptr + gl.minimum(chunk, LAST // 2) * TOTAL + rows)
+        if ZEROS:
+            _copy(more.index(slot), zero_ptr + gl.minimum(chunk // 2, LAST // 4) * TOTAL + rows)
+
+
+@gluon.jit
+def _ask_inputs(row_ptrs, here, room, chunk, FORMAT: gl.constexpr):
+    i = chunk * _CHUNK + gl.arange(0, _CHUNK, gl.SliceLayout(0, _INPUTS))
+    mask = here[:, None] & (i < FORMAT[1])[None, :]
+    _copy(room[0].index(chunk % FORMAT[4]), row_ptrs[:, None] + i[None, :], mask=mask)
+
+
+@gluon.jit
+def _sums(row_ptrs, here, stored, room, MMA: gl.constexpr, FORMAT: gl.constexpr):
+    """Return the products of a tile's inputs and the rows of both blocks. Their first weights are asked for."""
+    STAGES: gl.constexpr = FORMAT[4]
+    for chunk in gl.static_range(STAGES - 1):
+        _ask_inputs(row_ptrs, here, room, chunk, FORMAT)
+        async_copy.commit_group()
+    nothing = gl.zeros([ROWS_EACH, row_ptrs.shape[0]], gl.float32, MMA)
+    sums, sums2 = nothing, nothing
+    for chunk in range((FORMAT[1] + _CHUNK - 1) // _CHUNK):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        barrier()
+        slot = chunk % STAGES
+        _ask_weights(stored, room, chunk + (STAGES - 1), FORMAT)
+        _ask_inputs(row_ptrs, here, room, chunk + (STAGES - 1), FORMAT)
+        async_copy.commit_group()
+        x = room[0].index(slot)
+        x0, x1 = x.slice(0, _STEP, dim=1).permute((1, 0)), x.slice(_STEP, _STEP, dim=1).permute((1, 0))
+        block, block2 = _read(room, slot, 0, MMA, FORMAT), _read(room, slot, ROWS_EACH, MMA, FORMAT)
+        product, weight = _multiply(block, x0, nothing, chunk, 0, FORMAT)
+        product2, weight2 = _multiply(block2, x0, nothing, chunk, 0, FORMAT)
+        product, weight = warpgroup_mma_wait(1, [product, weight])
+        sums = _added(product, block, sums, 0, FORMAT)
+        product, weight = _multiply(block, x1, nothing, chunk, 1, FORMAT)
+        product2, weight2 = warpgroup_mma_wait(1, [product2, weight2])
+        sums2 = _added(product2, block2, sums2, 0, FORMAT)
+        product2, weight2 = _multiply(block2, x1, nothing, chunk, 1, FORMAT)
+        product, weight = warpgroup_mma_wait(1, [product, weight])
+        sums = _added(product, block, sums, 1, FORMAT)
+        product2, weight2 = warpgroup_mma_wait(0, [product2, weight2])
+        sums2 = _added(product2, block2, sums2, 1, FORMAT)
+    async_copy.wait_group(0)
+    return sums, sums2
+
+
+@gluon.jit
+def _read(room, slot, begin: gl.constexpr, MMA: gl.constexpr, FORMAT: gl.constexpr):
+    """Return a block's words of both steps, each ``[64, 16]``, in the threads that multiply them, and its rows' words
+    of scales and zero points, or scales of floats."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS_EACH.value, _WORDS.value],
+    )
+    FLOATS: gl.constexpr = FORMAT[2] == gl.int32
+    ZEROS: gl.constexpr = FORMAT[3]
+    _, values, words, more = room
+    both = gl.reshape(values.index(slot).slice(begin, ROWS_EACH).load(OWN), (ROWS_EACH, 2, _WORDS // 2))
+    first, last = gl.split(gl.permute(both, (0, 2, 1)))
+    ROWS: gl.constexpr = gl.SliceLayout(
+        1, gl.SliceLayout(2, gl.reshape(first, (ROWS_EACH, 4, 4)).type.layout)
+    )
+    word = words.index(slot).slice(begin, ROWS_EACH).load(ROWS if FLOATS else gl.SliceLayout(1, MMA))
+    if FLOATS or ZEROS:
+        return first, last, word, more.index(slot).slice(begin, ROWS_EACH).load(ROWS)
+    else:
+        return first, last, word, gl.full([ROWS_EACH], 8, gl.int32, ROWS)
+
+
+@gluon.jit
+def _multiply(block, x, nothing, chunk, half: gl.constexpr, FORMAT: gl.constexpr):
+    """Begin a step's products, without units and groups' scales of integers. Return them and the weight, which they
+    read until they end."""
+    first, last, word, more = block
+    words = last if half else first
+    if FORMAT[2] == gl.int32:
+        LAYOUT: gl.constexpr = gl.reshape(words, (ROWS_EACH, 4, 4)).type.layout
+        place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        factor = factors((more if half else word)[:, None], place, x.dtype)
+        weight = weight_by(words, factor, factor, x.dtype)
+    elif FORMAT[3]:
+        zero = more >> ((chunk % 2 * 2 + half) * 8) & 255
+        weight = weight_of_nibbles(words, zero, True, x.dtype)
+    else:
+        weight = weight_of_nibbles(words, more, False, x.dtype)
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, nothing.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(weight, x, nothing, use_acc=False, is_async=True), weight
+
+
+@gluon.jit
+def _added(product, block, sums, half: gl.constexpr, FORMAT: gl.constexpr):
+    """Add a step's products, summed from zero, times their group's scale."""
+    if FORMAT[2] == gl.int32:
+        return gl.fma(product, gl.full_like(sums, 1.0), sums)
+    else:
+        return add_scaled(product, scale_of(block[2], half, FORMAT[2]), sums)
