@@ -3,6 +3,7 @@ at once."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from specserve import LLM, SamplingParams
 from specserve.engine.commands import CatchUp, Change
 from specserve.engine.graphs import Graphs
 from specserve.engine.runner import Runner
-from specserve.engine.shapes import Padding, StaticShapes, step_shape
+from specserve.engine.shapes import Batch, Padding, StaticShapes, step_shape
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.deferred import DEFERRED
@@ -33,7 +34,7 @@ from tests.engines import (
 )
 from tests.test_graphs import fake_graphs
 
-DRAFTED = StaticShapes((3, 2, 6))
+SHAPE = 3, 2, 6
 FAST: dict[str, Any] = {"cpu_threads": 1, "page_size": 4, "max_running_requests": 4}
 
 
@@ -50,7 +51,7 @@ def test_they_do_not_depend_on_how_many_there_were(method: str, agreeing: Checkp
 def replay(scheduler: Scheduler) -> Graphs:
     """Make all the scheduler's launches graphs, but for prompts."""
     context = context_of(scheduler)
-    shapes = [StepShape.plain(slots) for slots in (1, 2, 4)] + [step_shape(1, DRAFTED.speculation, 1)]
+    shapes = [StepShape.plain(slots) for slots in (1, 2, 4)] + [step_shape(1, SHAPE, 1)]
     captured = Graphs.capture(context, shapes)
     assert list(captured.catch_ups) == [4, 2, 1], "the others fit into the memory of the largest"
     runner = Runner(context, captured.steps, {}, captured.in_parts, captured.catch_ups)
@@ -58,23 +59,35 @@ def replay(scheduler: Scheduler) -> Graphs:
     return captured
 
 
+class Sometimes(StaticShapes):
+    """Drafts in every third step."""
+
+    turns = itertools.cycle((True, False, False))
+
+    def choose(self, batch: Batch) -> StepShape:
+        return super().choose(batch) if next(self.turns) else self.plain(len(batch.effects))
+
+
 @pytest.mark.parametrize(("method", "graphs"), [("EAGLE3", False), ("EAGLE3", True), ("DFLASH", False)])
 def test_a_prefix_that_was_answered_without_drafts(
     method: str, graphs: bool, agreeing: Checkpoints, random_models: Checkpoints
 ) -> None:
-    """Requests end while others go on, at any number of tokens, and their pages become others'."""
+    """Requests end while others go on, at any number of tokens, and their pages become others'. Block drafts are made
+    in between."""
     rng = random.Random(0)
     work = [
         ([*range(5, 12), n], SamplingParams(temperature=0, max_tokens=rng.randrange(14, 40), ignore_eos=True))
         for n in range(6)
     ]
     models = random_models if method == "DFLASH" else agreeing  # whose block drafts read the root alone
-    scheduler, cold = (models.scheduler(method, (3, 2, 6), **FAST) for _ in range(2))
+    scheduler, cold = (models.scheduler(method, SHAPE, **FAST) for _ in range(2))
     scheduler.policy = StaticShapes(None, Padding((1, 2, 4) if graphs else ()))
+    if method == "DFLASH":
+        scheduler.policy = Sometimes(SHAPE)
     with fake_graphs():
         captured = replay(scheduler) if graphs else Graphs({})
         answers = answer_all(scheduler, work)
-        scheduler.policy = cold.policy = DRAFTED
+        scheduler.policy = cold.policy
         for (prompt, _), answer in zip(work, answers, strict=True):
             again = [*prompt, *answer.tokens, 9], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             with record_drafts() as found:
@@ -94,7 +107,7 @@ def test_a_prefix_that_was_answered_without_drafts(
 @pytest.mark.parametrize("cached", [True, False])
 def test_entries_are_stored_for_several_steps_at_once(cached: bool, agreeing: Checkpoints) -> None:
     """The last ones only if others can read them."""
-    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST, disable_radix_cache=not cached)
+    scheduler = agreeing.scheduler("EAGLE3", SHAPE, **FAST, disable_radix_cache=not cached)
     scheduler.policy, sent, change = StaticShapes(None), [], scheduler.runner.change
 
     def counting(command: Change) -> None:
@@ -112,7 +125,7 @@ def test_entries_are_stored_for_several_steps_at_once(cached: bool, agreeing: Ch
 
 @pytest.mark.parametrize("lengths", [(5, 5, 20), (5, 5, 20, 20, 5)], ids=["before a step", "before prompts"])
 def test_no_memory_for_several_at_once(lengths: tuple[int, ...], agreeing: Checkpoints) -> None:
-    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), **FAST)
+    scheduler = agreeing.scheduler("EAGLE3", SHAPE, **FAST)
     scheduler.policy, run = StaticShapes(None), EagleDrafter.catch_up
     work = [
         ([5, 6, n], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))

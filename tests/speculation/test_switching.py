@@ -47,21 +47,24 @@ def feature(scheduler: Scheduler) -> torch.Tensor:
 
 @torch.inference_mode()
 def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
-    """What the next step would draft."""
+    """What the model would draft in the next step."""
     context, (request,) = context_of(scheduler), requests_of(scheduler)
     rows_B = torch.tensor([request.slot])
     length = int(context.state.slots.length[request.slot])
     view = View.of(context, rows_B, length, Needs.of([request.params]))
     steps, topk, tokens = shape
     sampling = view.sampling(context, steps)
-    return context.drafter.propose(context, view, StepShape(1, tokens, steps, topk), sampling)
+    copied = tokens - 1 if context.drafter.sources else 0
+    pool = context.drafter.propose(context, view, StepShape(1, tokens, steps, topk, copied), sampling)
+    return pool.parts[0] if copied else pool
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape", "params"),
+    ("algorithm", "other", "shape", "params"),
     [
-        ("EAGLE", (4, 1, 5), SamplingParams(temperature=0)),
+        ("EAGLE", "EAGLE+NGRAM", (4, 1, 5), SamplingParams(temperature=0)),
         (
+            "EAGLE3",
             "EAGLE3",
             (3, 3, 10),
             SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.3, repetition_penalty=1.1),
@@ -70,12 +73,13 @@ def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
     ids=["EAGLE, greedy", "EAGLE3, penalised"],
 )
 def test_80_plain_steps_leave_what_drafted_steps_leave(
-    algorithm: str, shape: Shape, params: SamplingParams, agreeing: Checkpoints
+    algorithm: str, other: str, shape: Shape, params: SamplingParams, agreeing: Checkpoints
 ) -> None:
+    """Of the same model, alone or next to copied text."""
     params = msgspec.structs.replace(params, max_tokens=120, ignore_eos=True)
     on = agreeing.scheduler(algorithm, shape)
     count = run_to(on, params, PLAIN_STEPS + 1)
-    off = agreeing.scheduler(algorithm, shape)
+    off = agreeing.scheduler(other, shape)
     run_to(off, msgspec.structs.replace(params, speculation=OFF), count)
     assert on.stats().steps < PLAIN_STEPS <= off.stats().steps
     assert on.stats().accepted > 0 == off.stats().drafted

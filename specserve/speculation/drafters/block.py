@@ -101,10 +101,9 @@ class BlockDrafter(Drafter):
 
     def catch_up(self, context: Context, view: View) -> None:
         """Store the entries of the tokens that steps without drafts left."""
-        left, slots = self._deferred.take(view.slots), view.slots
-        place_BD = (first_places(slots)[:, None] + left.position_BD).where(left.live_BD, -1)
+        left = self._deferred.take(view.slots)
         past_NH = self._head.past(left.states)
-        self._store(context.pool, slots, past_NH, left.position_BD.flatten(), place_BD.flatten())
+        self._store(context.pool, view.slots, past_NH, left.position_BD.flatten(), left.place_BD.flatten())
 
     def _run(self, context: Context, view: View, levels: int) -> Tensor:
         """Run a block after each slot's text. Return the states of its first levels, ``[L, B, H]``."""

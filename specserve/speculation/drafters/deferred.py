@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from specserve_kernels import Slots
+from specserve_kernels import Slots, first_places
 from torch import Tensor
 
 from specserve.speculation.context import TargetStates
@@ -19,12 +19,12 @@ DEFERRED = 8  # most tokens of a slot
 
 
 class Left(NamedTuple):
-    """Tokens that were left, D of each slot: those of ``live_BD`` from the slot's first row on. The positions of others
-    are any of the text. ``states``: after the final norm or at the taps, as they were kept, each ``[N, H]``."""
+    """Tokens that were left, D of each slot, and their places. If there are fewer, the last is repeated, at place -1.
+    ``states``: after the final norm or at the taps, as they were kept, each ``[N, H]``."""
 
     states: list[Tensor]
     position_BD: Tensor
-    live_BD: Tensor
+    place_BD: Tensor
 
 
 class Deferred:
@@ -50,6 +50,7 @@ class Deferred:
         position_BD = reached_B[:, None] + torch.arange(DEFERRED, device=reached_B.device)
         live_BD = position_BD < slots.length_B[:, None]
         position_BD = torch.minimum(position_BD, slots.length_B[:, None] - 1)
+        place_BD = (first_places(slots)[:, None] + position_BD).where(live_BD, -1)
         states_NSH = self._states_RDSH[slots.rows_B[:, None], position_BD % DEFERRED].flatten(0, 1)
-        self.reach(slots, torch.maximum(reached_B, slots.length_B))
-        return Left(list(states_NSH.unbind(1)), position_BD, live_BD)
+        self.reach(slots, slots.length_B)
+        return Left(list(states_NSH.unbind(1)), position_BD, place_BD)

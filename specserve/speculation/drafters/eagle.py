@@ -149,17 +149,13 @@ class EagleDrafter(Drafter):
         slots, table = view.slots, context.state.slots
         left = self._deferred.take(slots)
         features_NH = self.head.fuse(left.states[0], left.states)
-        place_BD, next_BD = first_places(slots)[:, None] + left.position_BD, left.position_BD + 1
-        place_N, next_place_N = (
-            place.where(left.live_BD, -1).flatten() for place in (place_BD, place_BD + 1)
-        )
+        next_BD, place_N = left.position_BD + 1, left.place_BD.flatten()
         token_N = table.tokens[slots.rows_B[:, None], next_BD].flatten().long()
+        next_place_N = place_N + (place_N >= 0)
         self._store(context.pool, slots, token_N, features_NH, None, next_BD.flatten(), next_place_N)
         store_page_features(features_NH, slots, place_N, context.pool.page_feature)
-        last_B1 = (left.live_BD.sum(1, keepdim=True) - 1).clamp(min=0)
-        first_B1 = torch.arange(0, left.live_BD.numel(), DEFERRED, device=last_B1.device)[:, None]
-        last_BH = features_NH[(first_B1 + last_B1).flatten()]
-        table.feature[slots.rows_B] = last_BH.where(left.live_BD[:, :1], table.feature[slots.rows_B])
+        last_BH = features_NH[DEFERRED - 1 :: DEFERRED]
+        table.feature[slots.rows_B] = last_BH.where(left.place_BD[:, :1] >= 0, table.feature[slots.rows_B])
 
     def _store(
         self,

@@ -101,10 +101,9 @@ class PEagleDrafter(WindowDrafter):
 
     def catch_up(self, context: Context, view: View) -> None:
         """Store the features of the tokens that steps without drafts left."""
-        left, slots = self._deferred.take(view.slots), view.slots
-        place_BD = (first_places(slots)[:, None] + left.position_BD).where(left.live_BD, -1)
+        left = self._deferred.take(view.slots)
         features_NH = self.head.fuse(left.states[0], left.states)
-        self._store(context.pool, slots, features_NH, place_BD.flatten())
+        self._store(context.pool, view.slots, features_NH, left.place_BD.flatten())
 
     def _store(self, pool: KVPool, slots: Slots, features_NH: Tensor, place_N: Tensor) -> None:
         pool.token_feature[address(slots.pages_BM, place_N, pool.page_size)] = features_NH

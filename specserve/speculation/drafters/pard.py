@@ -1,6 +1,6 @@
 """PARD: a separate model that drafts all levels in one pass, trained to see mask tokens in place of its own guesses.
 
-An et al. 2025, arXiv 2504.18583. A step's only pass is that of ``catch_up``, with masks. All else is as in
+An et al. 2025, arXiv 2504.18583. A step's only pass is that of ``window``, with masks. All else is as in
 ``standalone``.
 """
 

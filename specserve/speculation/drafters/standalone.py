@@ -2,7 +2,7 @@
 
 Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318. Its layers follow the target's in the pool,
 and a token's entry is at the token's own slot. Prompts run through it after the target; emitted tokens as in
-``catch_up``.
+``window``.
 
 Shapes: B slots, N nodes of a level, V vocabulary.
 """
