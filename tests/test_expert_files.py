@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from specserve.config import make_settings
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
 from specserve.layers.experts import ExpertsMLP, Router
@@ -21,6 +22,8 @@ from specserve.models.checkpoint import load_target
 from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
+from specserve.process.assemble import resolve_engine
+from specserve.tools.check.memory import expected_memory, memory_needed
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler, not_rounded
 from tests.reference.gemma4 import draw_weights
@@ -171,6 +174,15 @@ def test_a_shared_expert_is_stored_as_two_more(dialect: str, shared: Path, tmp_p
     (mlp,) = (each for each in model.modules() if isinstance(each, ExpertsMLP))
     assert (mlp.gate.routing.shared, mlp.shared_expert_gate is None) == (2, False)
     assert not sum(each.numel() for each in (*mlp.shared_expert.parameters(), *mlp.shared_expert.buffers()))  # type: ignore[union-attr]
+
+
+def test_memory_of_a_shared_expert_that_is_stored_with_the_others(shared: Path, tmp_path: Path) -> None:
+    """Next to them it takes none."""
+    path = quantize(shared, tmp_path / "quantized", "awq", lambda module: "expert" in module)
+    settings = make_settings(model_path=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    expected = expected_memory(resolve_engine(settings)[2])
+    held = memory_needed(make_scheduler(path, dtype="float32")).weights
+    assert expected.weights == held < expected.loading
 
 
 def test_a_shared_expert_that_is_stored_in_another_way_stays_apart(shared: Path, tmp_path: Path) -> None:

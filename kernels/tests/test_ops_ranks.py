@@ -104,6 +104,7 @@ def test_a_norm_adds_the_parts_of_its_rows(count: int) -> None:
             assert all(same(*each) for each in zip(found, expected, strict=True))
             totals.append(add_rms_norm(Parts(own_TH, shared), *given)[1])
             assert same(totals[-1], found[1])
+        assert shared.counts[:3].tolist() == [15, 6, 6], "or the next exchange would use the same slots"
         return totals[-1]
 
     total_TH = part_NTH[0]
