@@ -211,12 +211,12 @@ def test_the_dry_run_multiplies_as_any_prompt_does(
         torch.empty(outputs, 4096 // (2 if dtype == torch.uint8 else 1), dtype=dtype, device="meta"),
         torch.empty(4096 // step, outputs, 1),
     )
-    weight = Packed(values, scale, None, 4096, 128, 1)
+    weight = Packed(values, scale, None, 4096, 128, 128 if dtype == FP8 else 1)
 
     def launch(tokens: int) -> object:
         few = streamed.block_of(weight, tokens) if tokens <= 16 else None
         if choose.for_packed(weight, tokens, packed.share_of(weight, gated)) == "specialized":
-            return few, tokens <= 32
+            return few, choose.specialized_config(weight, tokens, packed.share_of(weight, gated), H200)
         converted = weight.bits == 4 and tokens >= packed.CONVERT_FROM
         return few, converted, packed.launch_config(weight, tokens, gated, H200)
 

@@ -128,6 +128,7 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
         ("_attend_kernel", "tl.debug_barrier()"),
         ("_down_kernel", "tl.debug_barrier()"),
         ("_latents_kernel", "barrier()"),
+        ("_multiply_floats", "barrier()"),
         ("_route_kernel", "tl.debug_barrier()"),
         ("_route_kernel", "tl.debug_barrier()"),
         ("_share_sums", "barrier()"),

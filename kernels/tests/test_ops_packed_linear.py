@@ -519,7 +519,7 @@ WIDE_KINDS = [
 @pytest.mark.parametrize(
     ("outputs", "inputs", "parts", "counts"),
     [
-        (28672, 4096, 1, (65, 128, 700)),
+        (28672, 4096, 1, (65, 128, 8192)),
         (28420, 4040, 1, (70, 200)),
         (37888, 3584, 1, (513,)),
         (16384, 4096, 2, (33, 64)),
@@ -547,6 +547,19 @@ def test_specialized_warps(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(34816, 5120), (17500, 1000), (5120, 17408), (4100, 1160), (1100, 6200)]
+)
+def test_specialized_warps_in_fp8(outputs: int, inputs: int) -> None:
+    """Programs share tiles, multiply several ranges of inputs, or have one each."""
+    weight = pack(Kind(FP8, 128, 128).draw(outputs, inputs, torch.device("cuda")))
+    if ops.for_packed(weight, 65, inputs) != "specialized":
+        pytest.skip("not on this device")
+    check_in_a_graph(weight, (65, 128, 200, 300, 2000))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", WIDE_KINDS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 20, 64, 600])
 def test_wide_gates_are_rounded(tokens: int, kind: Kind) -> None:
@@ -561,10 +574,10 @@ def test_wide_gates_are_rounded(tokens: int, kind: Kind) -> None:
 
 def test_who_multiplies_with_specialized_warps() -> None:
     """4-bit weights that fill an H200, from 17 tokens on, int8 from 65; with several ranges of inputs only as many
-    programs as fit."""
+    programs as fit. FP8 with scales of blocks from 65."""
 
     def specializes(outputs: int, inputs: int, tokens: int, kind: Kind = KINDS[6]) -> bool:
-        weight = packed_shapes(outputs, inputs, kind)
+        weight = packed_shapes(outputs, inputs, kind)._replace(rows=kind.rows)
         with patch.object(choose, "INTERPRETED", False):
             share = ops.share_of(weight, gated=False)
             return ops.for_packed(weight, tokens, share) == "specialized"
@@ -580,4 +593,25 @@ def test_who_multiplies_with_specialized_warps() -> None:
             False,
         ]
     assert not any(specializes(outputs, 4096, 64) for outputs in (1024, 6144))
-    assert not any(specializes(28672, 4096, 64, kind) for kind in (Kind(FP8), Kind(INT4, 64)))
+    assert not any(specializes(28672, 4096, 64, kind) for kind in (Kind(FP8, 64, 48), Kind(INT4, 64)))
+    assert [specializes(1024, 4096, tokens, FP8_KINDS[1]) for tokens in (64, 65)] == [False, True]
+    assert not specializes(28672, 4096, 128, Kind(FP8))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens", "chosen"),
+    [
+        (16384, 5120, 65, (128, 1)),
+        (16384, 5120, 256, (256, 1)),  # the same tiles, of which one takes less than two
+        (5120, 17408, 128, (128, 3)),  # programs have a range each
+        (5120, 6144, 256, (128, 1)),  # where they have all of few, as large tiles would have them
+        (8192, 14336, 200, (256, 2)),
+        (28672, 8192, 2048, (256, 1)),
+        (5120, 17408, 2048, (128, 1)),  # five turns instead of three of large tiles
+    ],
+)
+def test_tiles_of_specialized_warps(outputs: int, inputs: int, tokens: int, chosen: tuple[int, int]) -> None:
+    """In FP8, as they are fastest on an H200."""
+    weight = packed_shapes(outputs, inputs, Kind(FP8))
+    block = choose.specialized_config(weight, tokens, ops.share_of(weight, gated=False), H200)
+    assert (block.tokens, block.parts) == chosen

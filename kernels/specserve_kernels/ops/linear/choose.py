@@ -7,6 +7,7 @@
 | 16 bits | others | ``cublas`` | |
 | as in a file, FP8, int8, 4 bits | up to 16 | ``streamed`` | Hopper, not gated |
 | as in a file, int8, 4 bits | from 17, 33 or 65 on | ``specialized`` | Hopper, not gated, programs fill it |
+| as in a file, FP8 | from 65 on | ``specialized`` | Hopper, not gated, scales of blocks |
 | as in a file | others | ``packed`` | |
 | a draft's copy, int8 or FP8 | few, see ``specserve.layers.linear`` | ``integer``, ``quantized`` | |
 
@@ -49,6 +50,11 @@ _HEAD = 1 << 16  # outputs from which a weight is a target's head, which cuBLAS 
 FEW_OUTPUTS = 32  # of a program of ``few``, if multiprocessors have one or two programs each
 ROWS_EACH = 64  # outputs of a block that the copy engine brings
 SPECIALIZED_OUTPUTS, SPECIALIZED_TOKENS = 256, 64  # of a program
+FLOAT_OUTPUTS, FLOAT_TOKENS = 128, 128  # in FP8, where a program has one product or two of that many tokens
+_TWO, _SHARED = (
+    1.7,
+    12,
+)  # steps of one product that take as long as one of two, and as adding the sums of programs
 _PROMPT = 512  # tokens, from which the programs after the last full wave are few
 _FILLED = 0.8  # of the multiprocessors, by the last programs of ``specialized`` too
 _ALIGNED = 4  # words, which are 16 bytes: the copy engine does not begin in between
@@ -143,8 +149,28 @@ def _copied(weight: Packed) -> bool:
     return hopper and not weight.floats and weight.step == STEP and len(weight.values) % _ALIGNED == 0
 
 
+def specialized_config(weight: Packed, tokens: int, share: int, limits: Limits) -> LaunchConfig:
+    """Choose the launch of ``specialized``. In FP8 the busiest program has the least to do, and few launches differ,
+    because each is compiled. Ranges of inputs have programs of their own only if all these run at the same time."""
+    outputs, ranges, columns = len(weight.values), cdiv(weight.inputs, share), next_power_of_2(tokens)
+    if weight.values.dtype != FP8:
+        return LaunchConfig(min(SPECIALIZED_TOKENS, columns), SPECIALIZED_OUTPUTS, STEP, 0, 4, ranges)
+    columns = max(columns, FLOAT_TOKENS) if columns <= _PROMPT else 4 * _PROMPT
+    found = []
+    for products, steps in ((1, 1.0), (2, _TWO)):
+        block = LaunchConfig(products * FLOAT_TOKENS, FLOAT_OUTPUTS, STEP, 0, 4)
+        tiles = cdiv(outputs, block.outputs) * cdiv(columns, block.tokens)
+        turns = max(tiles / limits.processors, 1) if ranges == 1 else cdiv(tiles, limits.processors)
+        found.append((turns * steps * cdiv(weight.inputs, STEP), block))
+        if 1 < ranges <= limits.processors / tiles and columns <= _PROMPT:
+            found.append((steps * share / STEP + _SHARED, block._replace(parts=ranges)))
+    return min(found)[1]
+
+
 def _specializes(weight: Packed, tokens: int, share: int) -> bool:
-    if weight.values.dtype == FP8 or (weight.grouped and weight.rows > 1):
+    if weight.values.dtype == FP8:
+        return weight.grouped and weight.rows % ROWS_EACH == 0 and tokens > 64
+    if weight.grouped and weight.rows > 1:
         return False
     processors, parts = limits_of(weight.values.device).processors, cdiv(weight.inputs, share)
     programs = cdiv(len(weight.values), SPECIALIZED_OUTPUTS) * parts
