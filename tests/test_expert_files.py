@@ -9,15 +9,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from specserve_kernels import FP8
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specserve.config import make_settings
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
+from specserve.layers.decoder import reader_of
 from specserve.layers.experts import ExpertsMLP, Router
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.linear import PLAIN
+from specserve.layers.weights import Place, Projection
 from specserve.models.checkpoint import load_target
 from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
@@ -173,6 +176,8 @@ def test_a_shared_expert_is_stored_as_two_more(dialect: str, shared: Path, tmp_p
         model = load_target(path, torch.float32, torch.device("cpu"), 8)
     (mlp,) = (each for each in model.modules() if isinstance(each, ExpertsMLP))
     assert (mlp.gate.routing.shared, mlp.shared_expert_gate is None) == (2, False)
+    assert (reader := reader_of(mlp)) is mlp.experts.gate_up_proj
+    assert reader.rounds_to(1) == (FP8 if dialect.startswith("fp8") else None)
     assert not sum(each.numel() for each in (*mlp.shared_expert.parameters(), *mlp.shared_expert.buffers()))  # type: ignore[union-attr]
 
 
@@ -193,6 +198,26 @@ def test_a_shared_expert_that_is_stored_in_another_way_stays_apart(shared: Path,
     torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
     model = load_target(path, torch.float64, torch.device("cpu"), 8)
     assert [each.routing.shared for each in model.modules() if isinstance(each, Router)] == [0]
+
+
+def test_which_weights_can_be_stored_with_others() -> None:
+    """Those of the same layout without biases, in pieces of whole groups."""
+
+    def made(inputs: int, outputs: int, layout: str = "int4", bias: bool = False) -> Projection:
+        weights = PLAIN if layout == "plain" else RoundedWeights(layout)
+        return weights.projection("up", inputs, {"up": outputs}, bias)
+
+    up, down = made(256, 128), made(128, 256)
+    assert made(256, 512).fits(Place(up, 4, 0))
+    assert [made(512, 256).fits(Place(down, many, 1)) for many in (1, 4, 8)] == [True, True, False]
+    assert not any(made(256, 256, kind).fits(Place(up, 2, 0)) for kind in ("int8", "fp8", "plain"))
+    for kind in ("int4", "plain"):
+        found = [
+            made(256, 256, kind, own).fits(Place(made(256, 128, kind, other), 2, 0))
+            for own in (False, True)
+            for other in (False, True)
+        ]
+        assert found == [True, False, False, False]
 
 
 KIMI_LEFT = [
