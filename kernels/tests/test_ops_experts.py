@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ ROUTINGS = {
     "two best of a group": Routing(24, 4, scores="sigmoid", groups=4, chosen_groups=2, group_best=2),
     "one of many": Routing(130, 1),
     "two shared ones": Routing(12, 3, scale=2.0, shared=2),
-    "shared, in groups": Routing(24, 4, scores="sigmoid", groups=4, chosen_groups=2, group_best=2, shared=1),
+    "shared, in groups": Routing(24, 4, "sigmoid", scale=2.0, groups=4, chosen_groups=2, group_best=2, shared=1),
 }
 
 
@@ -67,11 +68,12 @@ def plain_choice(
 @pytest.mark.parametrize("module", [routing_reference, routing_ops], ids=["reference", "ops"])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_tokens_choose_as_published(routing: Routing, module: object, corrected: bool) -> None:
+    """By inputs of two parts."""
     torch.manual_seed(0)
-    x_TH = torch.randn(19, 40, device=DEVICE)
-    weight_EH, bias_E = torch.randn(routing.experts, 40, device=DEVICE) / 4, torch.randn(routing.experts)
+    x_TH = torch.randn(19, 300, device=DEVICE)
+    weight_EH, bias_E = torch.randn(routing.experts, 300, device=DEVICE) / 10, torch.randn(routing.experts)
     correction_E = torch.randn(routing.experts, device=DEVICE) / 2 if corrected else None
-    gate_1H = torch.randn(1, 40, device=DEVICE) / 4 if routing.shared == 1 else None
+    gate_1H = torch.randn(1, 300, device=DEVICE) / 10 if routing.shared == 1 else None
     routes = module.route(x_TH, weight_EH, routing, bias_E.to(DEVICE), correction_E, gate_1H)  # type: ignore[attr-defined]
     shares = [1.0] * 19 if gate_1H is None else (x_TH.double() @ gate_1H[0].double()).sigmoid().tolist()
     logits = (x_TH.double() @ weight_EH.double().T).cpu() + bias_E
@@ -258,11 +260,13 @@ def test_pairs_are_put_in_order(tokens: int, experts: int, chosen: int, shared: 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
-def test_a_token_without_numbers_spoils_no_other() -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_token_without_numbers_spoils_no_other(groups: int) -> None:
     x_TH, weight_EH = torch.randn(3, 16, device=DEVICE), torch.randn(8, 16, device=DEVICE)
-    expected = routing_ops.route(x_TH, weight_EH, Routing(8, 3))
+    routing = Routing(8, 3, groups=groups)
+    expected = routing_ops.route(x_TH, weight_EH, routing)
     x_TH[1] = math.nan
-    found = routing_ops.route(x_TH, weight_EH, Routing(8, 3))
+    found = routing_ops.route(x_TH, weight_EH, routing)
     assert torch.equal(found.expert_TK[::2], expected.expert_TK[::2])
     assert torch.equal(found.weight_TK[::2], expected.weight_TK[::2])
     assert found.expert_TK[1].tolist() == sorted(set(found.expert_TK[1].tolist()))
@@ -296,17 +300,18 @@ def test_a_token_s_bits_depend_on_no_other_token(kind: str | None, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_s_choice_depends_on_no_other_token(dtype: torch.dtype) -> None:
-    """Alone, and where other launches serve many."""
+    """Alone, and where other launches serve many, which have no programs for parts."""
     x_TH, weight_EH = (
-        torch.randn(300 if ON_GPU else 66, 200, device=DEVICE, dtype=dtype),
-        torch.randn(40, 200, device=DEVICE),
+        torch.randn(300 if ON_GPU else 66, 600, device=DEVICE, dtype=dtype),
+        torch.randn(40, 600, device=DEVICE) / 10,
     )
     parts = ((0, 1), (7, 12), (100, 164), (110, 200)) if ON_GPU else ((0, 64), (3, 6))
-    gate_1H = torch.randn(1, 200, device=DEVICE).to(dtype)
+    gate_1H = torch.randn(1, 600, device=DEVICE).to(dtype) / 10
     grouped = Routing(40, 6, "sigmoid", groups=4, chosen_groups=2)
     for routing, gate in ((Routing(40, 6, normalize=False, shared=1), gate_1H), (grouped, None)):
         more = weight_EH.to(dtype), routing, None, None, gate
-        whole = routing_ops.route(x_TH, *more)
+        with patch.object(routing_ops, "SPLIT_TOKENS", 64):
+            whole = routing_ops.route(x_TH, *more)
         for rows in (slice(*part) for part in parts):
             part = routing_ops.route(x_TH[rows], *more)
             assert torch.equal(part.expert_TK, whole.expert_TK[rows])
