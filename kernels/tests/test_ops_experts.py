@@ -14,7 +14,7 @@ import pytest
 import torch
 from specserve_kernels.reference.linear.floats import FLOATS4
 from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
-from specserve_kernels.reference.linear.quantize import FP8, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -38,7 +38,9 @@ ROUTINGS = {
     "two best of a group": Routing(24, 4, scores="sigmoid", groups=4, chosen_groups=2, group_best=2),
     "one of many": Routing(130, 1),
     "two shared ones": Routing(12, 3, scale=2.0, shared=2),
-    "shared, in groups": Routing(24, 4, "sigmoid", scale=2.0, groups=4, chosen_groups=2, group_best=2, shared=1),
+    "shared, in groups": Routing(
+        24, 4, "sigmoid", scale=2.0, groups=4, chosen_groups=2, group_best=2, shared=1
+    ),
 }
 
 
@@ -226,13 +228,15 @@ def as_in_a_file(weight_EOI: Tensor, kind: str) -> tuple[Packed, Tensor]:
 )
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_sums_of_experts_as_in_a_file(tokens: int, kind: str, module: object, dtype: torch.dtype) -> None:
-    """Of sizes that end within a group, next to weights that are plain, and with biases."""
-    x_TH, routes, experts = drawn(tokens, 3, 2, 160, 80, True, dtype)
+    """Of sizes that end within a group and within 16 bytes, next to weights that are plain, and with biases; also if
+    others read x in 15 bits."""
+    x_TH, routes, experts = drawn(tokens, 3, 2, 168, 88, True, dtype)
+    read = x_TH if tokens == 40 else round_inputs(x_TH, PAIRED)._replace(given_TI=x_TH)
     gate_up, meant_gate_up = as_in_a_file(experts.gate_up.cpu().float(), kind)  # type: ignore[union-attr]
     down, meant_down = as_in_a_file(experts.down.cpu().float(), kind)  # type: ignore[union-attr]
     down, meant_down = (experts.down, experts.down.double()) if tokens == 40 else (down, meant_down)  # type: ignore[union-attr]
     biases, rounded = experts[2:4], (kind.startswith("fp8"), kind.startswith("fp8") and tokens < 40)
-    found = module.run_experts(x_TH, routes, ExpertWeights(gate_up, down, *biases), "silu")  # type: ignore[attr-defined]
+    found = module.run_experts(read, routes, ExpertWeights(gate_up, down, *biases), "silu")  # type: ignore[attr-defined]
     wide = ExpertWeights(meant_gate_up, meant_down, *(each.double() for each in biases), rounded)  # type: ignore[union-attr]
     expected = reference.run_experts(x_TH.double(), routes, wide, "silu")
     scale = expected.abs().max().item()
