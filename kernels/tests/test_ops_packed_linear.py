@@ -605,6 +605,7 @@ def test_who_multiplies_with_specialized_warps() -> None:
         (16384, 5120, 256, (256, 1)),  # the same tiles, of which one takes less than two
         (5120, 17408, 128, (128, 3)),  # programs have a range each
         (5120, 6144, 256, (128, 1)),  # where they have all of few, as large tiles would have them
+        (5120, 17408, 300, (128, 1)),  # 120 tiles, or 80 large ones
         (8192, 14336, 200, (256, 2)),
         (28672, 8192, 2048, (256, 1)),
         (5120, 17408, 2048, (128, 1)),  # five turns instead of three of large tiles

@@ -152,10 +152,11 @@ def _copied(weight: Packed) -> bool:
 def specialized_config(weight: Packed, tokens: int, share: int, limits: Limits) -> LaunchConfig:
     """Choose the launch of ``specialized``. In FP8 the busiest program has the least to do, and few launches differ,
     because each is compiled. Ranges of inputs have programs of their own only if all these run at the same time."""
-    outputs, ranges, columns = len(weight.values), cdiv(weight.inputs, share), next_power_of_2(tokens)
+    outputs, ranges = len(weight.values), cdiv(weight.inputs, share)
     if weight.values.dtype != FP8:
-        return LaunchConfig(min(SPECIALIZED_TOKENS, columns), SPECIALIZED_OUTPUTS, STEP, 0, 4, ranges)
-    columns = max(columns, FLOAT_TOKENS) if columns <= _PROMPT else 4 * _PROMPT
+        columns = min(SPECIALIZED_TOKENS, next_power_of_2(tokens))
+        return LaunchConfig(columns, SPECIALIZED_OUTPUTS, STEP, 0, 4, ranges)
+    columns = cdiv(tokens, FLOAT_TOKENS) * FLOAT_TOKENS if tokens <= _PROMPT else 4 * _PROMPT
     found = []
     for products, steps in ((1, 1.0), (2, _TWO)):
         block = LaunchConfig(products * FLOAT_TOKENS, FLOAT_OUTPUTS, STEP, 0, 4)
