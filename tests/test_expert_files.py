@@ -26,7 +26,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import resolve_engine
-from specserve.tools.check.memory import expected_memory, memory_needed
+from specserve.tools.check.memory import Allocations, count_bytes, expected_memory, memory_needed
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler, not_rounded
 from tests.reference.gemma4 import draw_weights
@@ -182,12 +182,16 @@ def test_a_shared_expert_is_stored_as_two_more(dialect: str, shared: Path, tmp_p
 
 
 def test_memory_of_a_shared_expert_that_is_stored_with_the_others(shared: Path, tmp_path: Path) -> None:
-    """Next to them it takes none."""
+    """Next to them it takes none, nor while they are made."""
     path = quantize(shared, tmp_path / "quantized", "awq", lambda module: "expert" in module)
     settings = make_settings(model_path=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True)
     expected = expected_memory(resolve_engine(settings)[2])
     held = memory_needed(make_scheduler(path, dtype="float32")).weights
     assert expected.weights == held < expected.loading
+    with Allocations() as made:
+        model = load_target(shared, torch.float32, torch.device("meta"), 8)
+    assert made.held >= count_bytes([model], set())
+    assert made.peak - made.held < 128 * 64 * 4, "one projection of an expert"
 
 
 def test_a_shared_expert_that_is_stored_in_another_way_stays_apart(shared: Path, tmp_path: Path) -> None:

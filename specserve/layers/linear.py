@@ -147,8 +147,10 @@ class Linear(Projection, nn.Linear):
         behind = place.behind
         assert isinstance(behind, Linear)
         rows = len(behind.weight) + self.weight.numel() // behind.inputs
+        nothing = self.weight.new_empty((), device="meta").expand(self.weight.shape)
+        self.place, self.stacked, self.weight = place, True, _parameter(nothing)
+        behind.weight = nn.Parameter(behind.weight.new_empty(0))  # memory never holds both
         behind.weight = nn.Parameter(behind.weight.new_empty(rows, behind.inputs))
-        self.place, self.stacked, self.weight = place, True, _parameter(self.weight.to("meta"))
 
     def of_experts(self, count: int) -> tuple[Tensor, Tensor | None, bool]:
         self._check_plain()
