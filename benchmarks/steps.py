@@ -155,7 +155,7 @@ def applies(args: argparse.Namespace) -> bool:
     layer = config.draft_layer
     sizes = config.num_layers, layer.hidden_size, layer.intermediate_size, layer.num_kv_heads, layer.head_dim
     on_gpu = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
-    usual = sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM)
+    usual = sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM) and config.layers[0].experts is None
     return on_gpu and usual and getattr(args, "tensor_parallel_size", 1) == 1
 
 

@@ -25,6 +25,7 @@ from benchmarks import (
 from benchmarks.closed_loop import NONE, forced_levels
 from benchmarks.common import load_options, open_llm, random_prompts, scheduler_of, weights_kept
 from benchmarks.cost_faithful import SHAPES, Named, Sizes
+from benchmarks.shapes import write_shape
 from benchmarks.trace import Event, bars, lines, own_times, parts, waterfall_picture
 from specserve import SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
@@ -231,6 +232,16 @@ def test_what_bytes_allow() -> None:
     assert found.most_gain([0.72], 1) == pytest.approx(1.081, abs=0.001)
     assert 1.081 < found.most_gain([0.93, 0.849, 0.849, 0.831], 1) < found.most_gain([1.0], 1)
     assert found.most_gain([0.72], 64) > 2
+
+
+@pytest.mark.parametrize(("name", "same"), [("llama-3.1-8b", True), ("mixtral-8x7b-awq", False)])
+def test_whose_floor_it_is(name: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's layers have the sizes of Llama-3.1-8B's, besides their experts."""
+    write_shape(name, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    args: Any = SimpleNamespace(model=str(tmp_path / "target"), load_format="dummy")
+    assert steps.applies(args) == same
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("no such option")])
