@@ -103,6 +103,8 @@ def test_what_is_trained_on_a_gpu_has_gradients() -> None:
         *(
             (2304, 3072, None, False),
             (1536, 4096, None, False),
+            (1024, 3072, None, False),
+            (1152, 3584, None, True),
             (96, 5120, None, False),
             (2880, 4096, None, True),
             (5120, 5120, None, True),

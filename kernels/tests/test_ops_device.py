@@ -80,12 +80,15 @@ def held(block: choose.LaunchConfig) -> int:
 
 
 def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(tokens: int, outputs: int, inputs: int) -> bool:
+    def kernel(tokens: int, outputs: int, inputs: int, biased: bool = False) -> str:
         x, weight = (
             torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
         )
         gated = outputs in (28672, 22528)
-        return choose.for_plain(x, weight, None, gated) == "swap_ab"
+        return choose.for_plain(x, weight, x[0, :0] if biased else None, gated)
+
+    def serves(tokens: int, outputs: int, inputs: int) -> bool:
+        return kernel(tokens, outputs, inputs) == "swap_ab"
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
     few = 1536, 4096
@@ -101,9 +104,13 @@ def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> Non
             *(True, False, True, False, True)
         ]
         assert all(serves(tokens, *each) for each in (few, (1792, 5120), (1024, 3072)))
-        assert not any(
-            serves(tokens, *each) for each in ((4096, 1024), (2048, 4096), (1280, 2048), (128, 4096))
-        )
+        assert not any(serves(tokens, *each) for each in ((4096, 1024), (1280, 2048), (128, 4096)))
+        assert all(serves(tokens, *each) == (tokens <= 32) for each in ((2048, 4096), (3072, 4096)))
+        assert [kernel(tokens, *each, biased=True) for each in ((1152, 3584), (4608, 3584))] == [
+            *("few", "cublas")
+        ]
+    assert [serves(tokens, 1024, 4096) for tokens in (16, 17, 96, 97)] == [False, True, True, False]
+    assert kernel(65, 1152, 3584, biased=True) == "cublas"
     for tokens in (97, 128):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, False)

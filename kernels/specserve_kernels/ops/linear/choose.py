@@ -42,10 +42,12 @@ LONE = 64  # most tokens for which a program of ``swap_ab`` has its multiprocess
 _HALF_EMPTY = 96  # most tokens for which a tile of 128 takes as long as cuBLAS
 _FULL = 0.7  # least share of the multiprocessors that programs of ``swap_ab`` occupy, over all waves
 _NARROW = 128  # outputs for which cuBLAS has one program: 85 microseconds for 64 tokens of 4,096 inputs
-_STARVED = 2048
-"""With fewer outputs and more inputs cuBLAS, which may not split K, has few programs, of 23 ns an input: 96 and 98
-microseconds for 32 and 64 tokens of 1,536 outputs and 4,096 inputs, a shard of four, where ``swap_ab`` takes 10 and 12;
-9 for 128 tokens, and for 64 of 2,048 outputs."""
+_STARVED = (32, 3072), (64, 2047), (96, 1024)
+"""Most tokens and outputs for which cuBLAS, which may not split K, has few programs for more than ``_LONG`` inputs, of
+23 ns an input: 91 to 98 microseconds for some or all of these numbers of tokens with 4,096 inputs, where ``swap_ab``
+takes 10 to 14 (31 from 65 on), and 9 to 12 for 128 tokens. With a bias, which ``swap_ab`` does not add, ``few`` takes 8
+to 15 of 66 to 84 for 2,880 and 3,584 inputs."""
+_LONG = 2048
 _HEAD = 1 << 16  # outputs from which a weight is a target's head, which cuBLAS multiplies
 FEW_OUTPUTS = 32  # of a program of ``few``, if multiprocessors have one or two programs each
 ROWS_EACH = 64  # outputs of a block that the copy engine brings
@@ -81,7 +83,7 @@ def for_plain(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: boo
         return "cublas"
     if bias_O is None and _swaps(x_TI, weight_OI, gated):
         return "swap_ab"
-    if len(weight_OI) <= _NARROW:
+    if len(weight_OI) <= _NARROW or (bias_O is not None and _starves(x_TI, weight_OI) and len(x_TI) <= LONE):
         return "few"
     limits = limits_of(x_TI.device)
     most = _HEAD if overlap()["OVERLAP"] else limits.processors * FEW_OUTPUTS
@@ -92,16 +94,24 @@ def _swaps(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     (tokens, _), (outputs, inputs) = x_TI.shape, weight_OI.shape
     if not 8 < tokens <= SWAPPED_TOKENS or capability_of(x_TI.device)[0] != HOPPER:
         return False
+    starves = _starves(x_TI, weight_OI)
     if tokens <= FEW_TOKENS:
         wins = outputs >= MANY_OUTPUTS
     else:
-        wins = tokens <= LONE or (tokens > _HALF_EMPTY and gated)
+        wins = starves or tokens <= LONE or (tokens > _HALF_EMPTY and gated)
     if not (wins and copies(x_TI) and copies(weight_OI)):
         return False
-    if tokens <= LONE and _NARROW < outputs < _STARVED < inputs:
+    if starves:
         return True
     limits = limits_of(x_TI.device)
     return _fills(swap_ab_config(outputs, inputs, tokens, gated, limits), outputs, limits)
+
+
+def _starves(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    (tokens, inputs), outputs = x_TI.shape, len(weight_OI)
+    if tokens <= FEW_TOKENS or outputs <= _NARROW or inputs <= _LONG:
+        return False
+    return capability_of(x_TI.device)[0] == HOPPER and any(tokens <= t and outputs <= o for t, o in _STARVED)
 
 
 def swap_ab_config(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> LaunchConfig:
