@@ -171,6 +171,7 @@ def _sum_kernel(
 ):
     take_turn(OVERLAP)
     dtype: tl.constexpr = part_ptr.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     pieces: tl.constexpr = N if TWO_SHOT else 1  # of a round
     exchanges: tl.constexpr = 2 if TWO_SHOT else 1
     program, step, rounds = tl.program_id(0), tl.num_programs(0), tl.cdiv(size, BLOCK * pieces)
@@ -187,7 +188,12 @@ def _sum_kernel(
             at = first + (to * BLOCK if TWO_SHOT else 0) + i
             x = tl.load(part_ptr + at, mask=at < size, other=0)
             tl.store(_slot(addresses_ptr, to, rank, program, count % 2, dtype, N, P, BYTES) + i, x)
-        total = _add(addresses_ptr, rank, program, count, i, dtype, N, P, BYTES)
+        _meet(addresses_ptr, rank, program, count, N)
+        total = tl.zeros(i.shape, wide)
+        for source in tl.static_range(N):
+            slot = _slot(addresses_ptr, rank, source, program, count % 2, dtype, N, P, BYTES)
+            x = tl.load(slot + i, cache_modifier=".cg").to(wide)
+            total = x if source == 0 else total + x
         if TWO_SHOT:
             count += 1
             for turn in tl.static_range(N):
@@ -241,29 +247,6 @@ def _arrived(word_ptrs, addresses_ptr, source, stopped, N: tl.constexpr):
         if polls % LOOK == 0:
             since, stopped = _look(addresses_ptr, source, polls, since, N)
     return word, stopped
-
-
-@triton.jit
-def _add(
-    addresses_ptr,
-    rank,
-    program,
-    count,
-    i,
-    dtype: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BYTES: tl.constexpr,
-):
-    """Return the sum of all ranks' pieces of exchange ``count``, in at least float32."""
-    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    _meet(addresses_ptr, rank, program, count, N)
-    total = tl.zeros(i.shape, wide)
-    for source in tl.static_range(N):
-        slot = _slot(addresses_ptr, rank, source, program, count % 2, dtype, N, P, BYTES)
-        x = tl.load(slot + i, cache_modifier=".cg").to(wide)
-        total = x if source == 0 else total + x
-    return total
 
 
 @triton.jit(do_not_specialize=["rank"])
