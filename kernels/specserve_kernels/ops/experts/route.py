@@ -239,7 +239,7 @@ def _route_kernel(
     wish = tl.where(there[None, :], wish, float("-inf"))
     if GROUPS > 1:
         wish = _within_groups(wish, GROUPS, CHOSEN_GROUPS, GROUP_BEST, BLOCK_G, BLOCK_X)
-    wish = _in_order(wish)
+    wish = _in_order(wish.to(tl.int32, bitcast=True))
     at_TK, share_TK = tl.full((CHOOSERS, BLOCK_K), WIDTH, tl.int32), tl.zeros((CHOOSERS, BLOCK_K), tl.float32)
     total = tl.zeros((CHOOSERS,), tl.float32)
     for turn in range(tl.minimum(tokens, 1) * K):  # which the compiler does not know, and does not unroll
@@ -247,7 +247,7 @@ def _route_kernel(
         at = tl.min(tl.where(wish == best[:, None], f[None, :], WIDTH), 1)
         hit = f[None, :] == at[:, None]
         if correction_ptr is None:
-            found = _in_order_bits(best).to(tl.float32, bitcast=True)
+            found = _in_order(best).to(tl.float32, bitcast=True)
         else:  # no score is negative
             bits = tl.where(hit, score.to(tl.int32, bitcast=True), 0)
             found = tl.max(bits, 1).to(tl.float32, bitcast=True)
@@ -326,14 +326,9 @@ def _add_products(x, weight, sums, SAME: tl.constexpr):
 
 
 @triton.jit
-def _in_order(x):
-    """Return integers in the order of floats, except NaN, of which a warp finds the largest in one instruction."""
-    return _in_order_bits((x + 0.0).to(tl.int32, bitcast=True))  # of one zero
-
-
-@triton.jit
-def _in_order_bits(bits):
-    """Its own inverse."""
+def _in_order(bits):
+    """Turn floats' bits into integers in their order, except NaN and -0, of which a warp finds the largest in one
+    instruction. Its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
