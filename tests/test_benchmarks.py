@@ -200,20 +200,22 @@ def test_the_floor_of_any_model_is_what_its_step_reads(agreeing: Checkpoints) ->
 
 
 def test_the_floor_of_experts_is_those_that_were_read(tmp_path: Path) -> None:
-    """About as many as drawn tokens choose, of which the drafts of one request are alike."""
-    target = make_qwen3_moe(tmp_path / "target", experts=32)
+    """About as many as drawn tokens choose, of which the drafts of one request are alike. One for all is no choice."""
+    target = make_qwen3_moe(tmp_path / "target", experts=32, shared=1)
     draft = make_eagle3(tmp_path / "eagle3", target)
     args = load_options(None).parse_args(["--model", str(target), "--eagle3", str(draft)])
     prompts = random_prompts(64, 8, 5)
     on_gpu = patch.object(torch.cuda, "is_available", return_value=True)
     card = patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200")
     with open_llm(args, (3, 1, 4), 8) as llm:
-        found = weights.Weights.of(scheduler_of(llm).runner.context)
+        context = scheduler_of(llm).runner.context
+        found, held = weights.Weights.of(context), weights.size_of(context.target)
         read = {count: weights.experts_read(llm, prompts[:count], (3, 1, 4)) for count in (1, 8)}
         with on_gpu, card:
             floors = [steps.read_ms(llm, None, 1, 5, experts) for experts in (None, 2.0, 4.0)]
     layers, each = 2, 3 * 24 * 32 * 4
     assert (found.count, found.chosen, found.experts) == (32, 2, layers * 32 * each)
+    assert found.others + found.experts == held - weights.size_of(context.target.embed_tokens)
     assert read[1]
     assert read[8]
     assert 2 <= read[1] <= found.drawn(4) + 1 < read[8] <= found.drawn(32) + 1

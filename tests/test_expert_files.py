@@ -149,13 +149,8 @@ def test_the_logits_of_what_quantized_experts_mean(dialect: str, wide: Path, tmp
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has an expert as wide as two others that every token goes through."""
-    path = make_qwen3_moe(tmp_path_factory.mktemp("shared"), experts=3, hidden=64, inner=128, layers=2)
-    (state, config), module = load_checkpoint(path), "model.layers.1.mlp.shared_expert"
-    generator = torch.Generator().manual_seed(0)
-    state[f"{module}_gate.weight"] = torch.randn(1, 64, generator=generator)
-    for part, shape in {"gate": (256, 64), "up": (256, 64), "down": (64, 256)}.items():
-        state[f"{module}.{part}_proj.weight"] = torch.randn(*shape, generator=generator) / 8
-    return save_checkpoint(path, state, config | {"shared_expert_intermediate_size": 256}, safetensors=True)
+    path = tmp_path_factory.mktemp("shared")
+    return make_qwen3_moe(path, experts=3, hidden=64, inner=128, layers=2, shared=2)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +171,7 @@ def test_a_shared_expert_is_stored_as_two_more(dialect: str, shared: Path, tmp_p
         model = load_target(path, torch.float32, torch.device("cpu"), 8)
     (mlp,) = (each for each in model.modules() if isinstance(each, ExpertsMLP))
     assert (mlp.gate.routing.shared, mlp.shared_expert_gate is None) == (2, False)
+    assert mlp.experts.words.startswith("3 experts and the shared one in ")
     assert (reader := reader_of(mlp)) is mlp.experts.gate_up_proj
     assert reader.rounds_to(1) == (FP8 if dialect.startswith("fp8") else None)
     assert not sum(each.numel() for each in (*mlp.shared_expert.parameters(), *mlp.shared_expert.buffers()))  # type: ignore[union-attr]

@@ -221,8 +221,9 @@ def make_gemma3(
 PATTERN = ("sliding", "sliding", "full")
 
 
-def make_qwen3_moe(path: Path, *, experts: int = 6, inner: int = 24, **options: Any) -> Path:
-    """A Qwen3 whose layers but the first have experts, of which a token goes through two."""
+def make_qwen3_moe(path: Path, *, experts: int = 6, inner: int = 24, shared: int = 0, **options: Any) -> Path:
+    """A Qwen3 whose layers but the first have experts, of which a token goes through two, and through one for all that
+    is ``shared`` times as wide."""
     state, config = load_checkpoint(make_qwen3(path, **options))
     draws, hidden = Draws(5), config["hidden_size"]
     sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -235,6 +236,12 @@ def make_qwen3_moe(path: Path, *, experts: int = 6, inner: int = 24, **options: 
         for expert, (name, shape) in product(range(experts), sizes.items()):
             std = scale if name == "down_proj" else 0.2
             state[f"{module}.experts.{expert}.{name}.weight"] = draws.matrix(*shape, std)
+        if shared:
+            state[f"{module}.shared_expert_gate.weight"] = draws.matrix(1, hidden, 1.0)
+            config["shared_expert_intermediate_size"] = shared * inner
+        for name, (outputs, inputs) in sizes.items() if shared else ():
+            shape = (outputs, shared * inputs) if name == "down_proj" else (shared * outputs, inputs)
+            state[f"{module}.shared_expert.{name}.weight"] = draws.matrix(*shape, 0.1)
     config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mlp_only_layers": [0]}
     config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
     return save_checkpoint(path, state, config | {"norm_topk_prob": True}, safetensors=True)
