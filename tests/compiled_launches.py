@@ -438,8 +438,8 @@ def launch_drafted(
     branchings: dict[int, list[SamplingParams]],
     integers: bool = False,
 ) -> None:
-    """Steps of two levels, for each branching with and without what some request asks for. ``integers``: by a draft in
-    int8."""
+    """A step without drafts, and steps of two levels, for each branching with and without what some request asks for.
+    ``integers``: by a draft in int8."""
     scheduler = checkpoints.scheduler(algorithm, (2, 1, 3), dtype="bfloat16", page_size=16)
     if integers:
         multiply_integers(head_of(scheduler))
@@ -448,7 +448,7 @@ def launch_drafted(
         for branching, params in branchings.items()
         for each in params
     ]
-    launch_steps(Runner(context_of(scheduler), {}), steps)
+    launch_steps(Runner(context_of(scheduler), {}), [(PLAIN, StepShape.plain(2)), *steps])
 
 
 def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) -> None:

@@ -35,6 +35,7 @@ from specserve_kernels.reference.tree import (
     accept,
     commit,
     continuation,
+    deferred,
     grow,
     lookup,
     merge,
@@ -44,6 +45,7 @@ from specserve_kernels.reference.tree import (
 )
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
 from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
+from specserve_kernels.reference.tree.deferred import LeftTokens
 from specserve_kernels.reference.tree.nodes import (
     address,
     chain_masks,
@@ -92,6 +94,7 @@ grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(indexed.indexed_linear)
 integer_linear = dispatched(integer.integer_linear)
 keep_last = dispatched(_delta_inputs.keep_last)
+keep_states = dispatched(deferred.keep_states)
 linear = dispatched(_linear.linear)
 linear_ahead = dispatched(_linear.linear_ahead)
 merge_pools = dispatched(merge.merge_pools)
@@ -111,4 +114,5 @@ run_experts = dispatched(_experts.run_experts)
 select_tree = dispatched(select.select_tree)
 single_nodes = dispatched(select.single_nodes)
 store_latents = dispatched(latent.store_latents)
+take_states = dispatched(deferred.take_states)
 trace_back = dispatched(_delta_inputs.trace_back)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from specserve_kernels.reference.tree import accept as accept_reference
 from specserve_kernels.reference.tree import commit as commit_reference
+from specserve_kernels.reference.tree import deferred as deferred_reference
 from specserve_kernels.reference.tree import gather_slots as gather_reference
 from specserve_kernels.reference.tree import grow as grow_reference
 from specserve_kernels.reference.tree import select as select_reference
@@ -17,7 +18,7 @@ from specserve_kernels.types import Accepted, Level, Pool, Slots, SlotTables, Tr
 from torch import Tensor
 
 pytest.importorskip("triton")
-from specserve_kernels.ops.tree import accept, commit, grow, select
+from specserve_kernels.ops.tree import accept, commit, deferred, grow, select
 from specserve_kernels.ops.tree import gather_slots as gather
 
 VOCAB, NEVER = 40, -torch.inf
@@ -355,6 +356,37 @@ def check_advance(
 
 def copy_of(tables: SlotTables) -> SlotTables:
     return SlotTables(*(getattr(tables, field.name).clone() for field in dataclasses.fields(tables)))
+
+
+@pytest.mark.parametrize(("size", "states", "page_size"), [(24, 1, 1), (1030, 3, 4)], ids=["one", "at taps"])
+def test_states_that_are_left(size: int, states: int, page_size: int, device: str) -> None:
+    """As many as a slot may leave of one, fewer of the others, none of padding."""
+    torch.manual_seed(size)
+    batch, most = Batch.random(4, page_size, device, ahead=70, padding=2), 5
+    text_RC = torch.randint(VOCAB, (batch.state_rows, 99), dtype=torch.int32, device=device)
+    kept_RDX = torch.zeros(batch.state_rows, most, states * size, device=device)
+    left_R = torch.zeros(batch.state_rows, dtype=torch.int64, device=device)
+    tables = [(kept_RDX.clone(), left_R.clone()) for _ in range(2)]
+    for steps in (most, 2):
+        for step in range(steps):
+            some = [slice(None), slice(1, None)][step % 2]
+            rows_B, root_B, length_B = (x[some] for x in (batch.rows_B, batch.slots.root_B, batch.length_B))
+            slots = Slots(rows_B, root_B, length_B, batch.slots.pages_GBM[:, some], page_size)
+            kept = [torch.randn(len(rows_B), size, device=device) for _ in range(states)]
+            deferred_reference.keep_states(slots, kept, *tables[0])
+            deferred.keep_states(slots, kept, *tables[1])
+            length_B += rows_B < batch.state_rows - 1
+        assert torch.equal(tables[1][1], tables[0][1])
+        assert tables[1][1][batch.rows_B].tolist() == [-(-steps // 2), steps, 0, 0]
+        expected = deferred_reference.take_states(batch.slots, *tables[0], text_RC)
+        actual = deferred.take_states(batch.slots, *tables[1], text_RC)
+        for name, one, other in zip(expected._fields, actual, expected, strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+            assert torch.equal(one[: -2 * most], other[: -2 * most]), name
+            assert torch.equal(one, other) or name == "states_NX", name
+        assert (expected.last_row_N < batch.state_rows - 1).sum() == 2
+        assert not tables[0][1].any()
+        assert not tables[1][1].any()
 
 
 @pytest.mark.parametrize("pages", [1, 3, 1500])

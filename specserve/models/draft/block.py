@@ -245,8 +245,9 @@ class BlockHead(DraftModule):
         return [CONFIDENCE]  # too small
 
     def past(self, tapped: Sequence[Tensor]) -> Tensor:
-        """Fuse the target's states at ``taps`` into the states that blocks attend to: ``[T, H]``."""
-        out: Tensor = self.hidden_norm(self.fc(torch.cat(list(tapped), -1)))
+        """Fuse the target's states at ``taps``, each or all side by side, into what blocks attend to: ``[T, H]``."""
+        states_TX = torch.cat(list(tapped), -1) if len(tapped) > 1 else tapped[0]
+        out: Tensor = self.hidden_norm(self.fc(states_TX))
         return out
 
     def project_kv(self, past_TH: Tensor) -> list[tuple[Tensor, HeadNorms | None]]:

@@ -56,8 +56,9 @@ class Eagle3Head(LayerHead):
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         states = list(tapped) if self.config.taps else [hidden_TH]
         if self.fc_norm:
-            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
-        out = torch.cat(states, dim=-1)
+            parts = states if len(states) > 1 else states[0].chunk(len(self.fc_norm), -1)
+            states = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        out = torch.cat(states, dim=-1) if len(states) > 1 else states[0]
         out = out if self.input_norm is None else self.input_norm(out)
         return out if self.fc is None else self.fc(out)
 

@@ -138,7 +138,8 @@ class LayerHead(DraftModule):
         return out
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """Turn the target's states (after the final norm; at ``taps``) into features ``[T, H]``."""
+        """Turn the target's states (after the final norm; at ``taps``, each or all side by side) into features ``[T,
+        H]``."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -65,7 +65,7 @@ class BlockDrafter(Drafter):
         """Store the entries of the prompts' tokens."""
         past_TH = self._head.past(states.tapped)
         self._store(context.pool, view.slots, past_TH, prompts.position_T, prompts.place_T)
-        self._deferred.reach(view.slots, prompts.end_B)
+        self._deferred.clear(view.slots)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         head, states_LBH = self._head, self._run(context, view, shape.levels)
@@ -96,14 +96,13 @@ class BlockDrafter(Drafter):
         past_NH = self._head.past([state_TH[path_N] for state_TH in states.tapped])
         position_N = accepted.next_position_BS.flatten() - 1
         self._store(context.pool, slots, past_NH, position_N, accepted.place_BS.flatten())
-        self._deferred.reach(slots, slots.length_B + accepted.count_B)
         return None
 
     def catch_up(self, context: Context, view: View) -> None:
         """Store the entries of the tokens that steps without drafts left."""
-        left = self._deferred.take(view.slots)
-        past_NH = self._head.past(left.states)
-        self._store(context.pool, view.slots, past_NH, left.position_BD.flatten(), left.place_BD.flatten())
+        left = self._deferred.take(view.slots, context.state.slots.tokens)
+        past_NH = self._head.past([left.states_NX])
+        self._store(context.pool, view.slots, past_NH, left.position_N, left.place_N)
 
     def _run(self, context: Context, view: View, levels: int) -> Tensor:
         """Run a block after each slot's text. Return the states of its first levels, ``[L, B, H]``."""

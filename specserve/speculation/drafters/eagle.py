@@ -109,7 +109,7 @@ class EagleDrafter(Drafter):
         place_B = (first_places(slots) + prompts.end_B).where(prompts.final_B, -1)
         self._store(pool, slots, prompts.next_B, last_BH, None, prompts.end_B, place_B)
         kept_RH[rows_B] = last_BH
-        self._deferred.reach(slots, prompts.end_B)
+        self._deferred.clear(slots)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         features_XH = context.state.slots.feature
@@ -141,21 +141,17 @@ class EagleDrafter(Drafter):
             accepted.next_position_BS.flatten(),
             accepted.next_place_BS.flatten(),
         )
-        self._deferred.reach(slots, slots.length_B + accepted.count_B)
         return features_TH
 
     def catch_up(self, context: Context, view: View) -> None:
         """Store the entries that steps without drafts left, up to the root's."""
         slots, table = view.slots, context.state.slots
-        left = self._deferred.take(slots)
-        features_NH = self.head.fuse(left.states[0], left.states)
-        next_BD, place_N = left.position_BD + 1, left.place_BD.flatten()
-        token_N = table.tokens[slots.rows_B[:, None], next_BD].flatten().long()
-        next_place_N = place_N + (place_N >= 0)
-        self._store(context.pool, slots, token_N, features_NH, None, next_BD.flatten(), next_place_N)
-        store_page_features(features_NH, slots, place_N, context.pool.page_feature)
-        last_BH = features_NH[DEFERRED - 1 :: DEFERRED]
-        table.feature[slots.rows_B] = last_BH.where(left.place_BD[:, :1] >= 0, table.feature[slots.rows_B])
+        left = self._deferred.take(slots, table.tokens)
+        features_NH = self.head.fuse(left.states_NX, [left.states_NX])
+        where = left.next_position_N, left.next_place_N
+        self._store(context.pool, slots, left.next_token_N, features_NH, None, *where)
+        context.pool.page_feature[left.end_page_N] = features_NH
+        table.feature[left.last_row_N] = features_NH
 
     def _store(
         self,

@@ -81,7 +81,7 @@ class PEagleDrafter(WindowDrafter):
         attend = self._attend(context, prompts.plan, slots, prompts.place_T)
         self.head(prompts.token_T, before_XH[:-1], prompts.position_T, attend)
         self._reached_R[slots.rows_B] = prompts.end_B
-        self._deferred.reach(slots, prompts.end_B)
+        self._deferred.clear(slots)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return self._propose_levels(context, view, shape, sampling, self.head.config.mask_id)
@@ -96,14 +96,13 @@ class PEagleDrafter(WindowDrafter):
         tapped = [state_TH[path_N] for state_TH in states.tapped]
         features_NH = self.head.fuse(states.hidden_TH[path_N], tapped)
         self._store(context.pool, slots, features_NH, accepted.place_BS.flatten())
-        self._deferred.reach(slots, slots.length_B + accepted.count_B)
         return None
 
     def catch_up(self, context: Context, view: View) -> None:
         """Store the features of the tokens that steps without drafts left."""
-        left = self._deferred.take(view.slots)
-        features_NH = self.head.fuse(left.states[0], left.states)
-        self._store(context.pool, view.slots, features_NH, left.place_BD.flatten())
+        left = self._deferred.take(view.slots, context.state.slots.tokens)
+        features_NH = self.head.fuse(left.states_NX, [left.states_NX])
+        self._store(context.pool, view.slots, features_NH, left.place_N)
 
     def _store(self, pool: KVPool, slots: Slots, features_NH: Tensor, place_N: Tensor) -> None:
         pool.token_feature[address(slots.pages_BM, place_N, pool.page_size)] = features_NH
