@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from statistics import mode
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specserve.engine.shapes import candidate_shapes
-from specserve.speculation.control.acceptance import RequestEffect, StepOutcome
+from specserve.speculation.control.acceptance import Acceptance, Floats, RequestEffect, StepOutcome
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
@@ -101,6 +102,24 @@ def controller(most_slowdown: float = inf) -> Controller:
     return Controller(candidate_shapes, CostModel(table, KV_SECONDS), most_slowdown=most_slowdown)
 
 
+def test_what_was_chosen_gives_less_than_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kinds that are expected to be best are those that are overestimated, here all of them: it falls back to plain
+    decoding, and drafts again when they give more."""
+    expected = Acceptance.expected
+
+    def more(self: Acceptance, shape: StepShape, **given: Any) -> Floats:
+        return expected(self, shape, **given) * (1.4 if shape.levels else 1)
+
+    monkeypatch.setattr(Acceptance, "expected", more)
+    found, device = controller(), Device([0.03])
+    device.run(found.choose, found.observe, 500)
+    assert device.run(found.choose, found.observe, 2000) > 0.98 * device.rate(StepShape.plain(1))
+    monkeypatch.undo()
+    device.accepts = [0.6]
+    device.run(found.choose, found.observe, 1500)
+    assert device.run(found.choose, found.observe, 1000) > 0.9 * device.best()
+
+
 @pytest.mark.parametrize(("slots", "accepts"), half([1, 4, 16, 64, 256], [0.0, 0.3, 0.6, 0.8, 0.95]))
 def test_near_the_best_static_shape_and_never_below_off(slots: int, accepts: float) -> None:
     found, device = controller(), Device([accepts] * slots)
@@ -174,7 +193,7 @@ def test_nodes_that_read_more_experts(
     monkeypatch.setattr(f"{__name__}.seconds", lambda shape: experts_seconds(shape, alike))
     device = Device([accepts] * slots)
     device.run(found.choose, found.observe, 600)
-    rate, off = device.run(found.choose, found.observe, 600), device.rate(StepShape.plain(slots))
+    rate, off = device.run(found.choose, found.observe, 1200), device.rate(StepShape.plain(slots))
     assert rate >= 0.99 * off
     assert rate >= 0.96 * device.best()
 
@@ -326,8 +345,9 @@ def test_nobody_pays_more_than_the_bound_for_the_drafts_of_others(slots: int) ->
         paid[bound] = max(effect.spent / effect.plain for effect in device.effects)
     assert paid[1.03] < 1.06  # one choice, of eight steps, may be wrong
     assert paid[1.1] < 1.11
-    assert paid[9.0] > 1.5
-    assert 1.02 < rates[1.03] < rates[1.1]
+    assert paid[9.0] > 1.3
+    assert 1.02 < rates[1.03] < rates[1.1] < rates[9.0]
+    assert rates[9.0] > (2.7 if slots == 4 else 1.6)  # 1.47 where half the misses are expected to hit
 
 
 @pytest.mark.parametrize("slots", [4, 16, 32])

@@ -7,6 +7,7 @@ runs only if its expected loss fits the allowance, a small share of the time tha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,13 +43,14 @@ def _kind(shape: StepShape) -> _Kind:
 class Batch:
     """The next step as the controller sees it: its requests, the tokens that each may still get beyond one, the tokens
     in their caches together, and how many requests began since the last step. ``masked``: the host restricts the tokens
-    after its nodes. ``probed_at``: for a probe, the best rate when it was chosen."""
+    after its nodes. ``expected``: tokens, when the shape was chosen. ``probed_at``: for a probe, the best rate then."""
 
     effects: Sequence[RequestEffect]
     rooms: Sequence[int]
     kv_tokens: int
     begun: int = 0
     masked: bool = False
+    expected: float = 0.0
     probed_at: float | None = None
 
 
@@ -57,6 +59,7 @@ class _Held:
     """The shape to use for batches of ``slots`` requests until step ``until``."""
 
     shape: StepShape
+    expected: float
     slots: int
     masked: bool
     until: int
@@ -64,7 +67,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _PerToken:
-    """A decaying estimate of how many events there are for each token that steps give."""
+    """A decaying estimate of how many events there are for each token that steps give, or are expected to."""
 
     _count: float = 0.0
     _tokens: float = 1.0
@@ -73,16 +76,20 @@ class _PerToken:
     def value(self) -> float:
         return self._count / self._tokens
 
-    def observe(self, count: int, tokens: int) -> None:
+    def observe(self, count: float, tokens: float) -> None:
         self._count = TURNOVER_FORGET * self._count + count
         self._tokens = TURNOVER_FORGET * self._tokens + tokens
+
+
+_as_expected = partial(_PerToken, 20.0, 20.0)  # of a kind that has not run
 
 
 @dataclass(slots=True)
 class Controller:
     """``candidates(slots)`` returns the shapes that a batch of this size may have, plain decoding first.
     ``most_slowdown``: bound of the time of any request's recent steps, as a ratio to plain decoding's for as many
-    tokens. A step serves all requests, and those whose drafts miss pay for its length."""
+    tokens. A step serves all requests, and those whose drafts miss pay for its length. ``_given``: tokens of a kind for
+    each that was expected when it was chosen, because the best of many uncertain rates is overestimated."""
 
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel
@@ -90,6 +97,7 @@ class Controller:
     most_slowdown: float = inf
     _turnover: _PerToken = field(default_factory=_PerToken)  # requests that begin
     _ends: _PerToken = field(default_factory=_PerToken)  # requests that a stop token ends
+    _given: dict[_Kind, _PerToken] = field(default_factory=lambda: defaultdict(_as_expected))
     _present: _Kind | None = None
     _held: _Held | None = None
     allowance: float = 0.0
@@ -105,11 +113,11 @@ class Controller:
         self._step += 1
         kind, held = (len(batch.effects), batch.masked), self._held
         same = held is not None and (held.slots, held.masked) == kind and not batch.begun
-        if held is not None and same and self._step < held.until:
-            return held.shape
-        shape, until = self._decide(batch)
-        self._held = _Held(shape, *kind, until)
-        return shape
+        if held is None or not same or self._step >= held.until:
+            shape, until = self._decide(batch)
+            held = self._held = _Held(shape, batch.expected, *kind, until)
+        batch.expected = held.expected
+        return held.shape
 
     def _decide(self, batch: Batch) -> tuple[StepShape, int]:
         """Return a shape, and the step of the next decision."""
@@ -124,7 +132,8 @@ class Controller:
         expects = partial(
             self.acceptance.expected, shifts=shifts, caps=caps, floors=floors, ends=min(self._ends.value, 1.0)
         )
-        expected_SR = np.array([expects(shape) for shape in shapes])
+        hoped_SR = np.array([expects(shape) for shape in shapes])
+        expected_SR = hoped_SR * np.array([self._trust(_kind(shape)) for shape in shapes])[:, None]
         seconds = np.array([self.cost.seconds(shape, batch.kv_tokens, batch.masked) for shape in shapes])
         bearable, probes = (self._bearable(steps, expected_SR, seconds, spent, plain) for steps in (HOLD, 1))
         tokens = expected_SR.sum(1)
@@ -138,7 +147,13 @@ class Controller:
             chosen = best
             self._present = _kind(shapes[best])
         self._last_run[_kind(shapes[chosen])] = until - 1
+        batch.expected = float(hoped_SR[chosen].sum())
         return shapes[chosen], until
+
+    def _trust(self, kind: _Kind) -> float:
+        """Return the share of what is expected of a kind that it gives, nearer to 1 the longer it has not run."""
+        idle = (self._step - self._last_run.get(kind, self._step)) / STALE_STEPS
+        return float(1 - max(1 - self._given[kind].value, 0) * 0.5**idle)
 
     def _bearable(
         self, steps: int, expected_SR: Floats, seconds_S: Floats, spent_R: Floats, plain_R: Floats
@@ -208,6 +223,8 @@ class Controller:
                 effect.pay(believed, plain * emitted)
         if batch.probed_at is not None:
             self.allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
+        if shape.levels and batch.expected:
+            self._given[_kind(shape)].observe(tokens, batch.expected)
         self.acceptance.observe(shape, batch.effects, outcome)
         self._turnover.observe(batch.begun, tokens)
         self._ends.observe(outcome.stopped, tokens)
