@@ -68,7 +68,9 @@ class RadixCache:
         # A heap of leaves by last use and inner nodes by ``ended``, equals by when they were queued. Both may be
         # outdated: eviction corrects them when it pops a node, so that lookups and inserts need not keep the order.
         self._oldest: list[tuple[int, int, _Node]] = []
-        self._reach = max(window or 0 for window in windows) // page_size + 2  # pages that a window lies in
+        self._reach = (
+            max(window or 0 for window in windows) // page_size + 3
+        )  # pages that a window lies in, and one
         self._unthinned = OrderedDict[_Node, None]()  # may have pages of windows that are not needed
         self.num_pages = 0
         self.snapshots = snapshots
@@ -243,7 +245,9 @@ class RadixCache:
             while above is not None:
                 begin, above = begin + len(above.keys), above.parent
             end = begin + len(node.keys) + self._ahead(node)
-            ahead = [first_page(window, end * self._page_size, self._page_size) for window in self._windows]
+            # A prompt that ends here goes on from a page before: its last token is computed.
+            last = (end - 1) * self._page_size
+            ahead = [first_page(window, last, self._page_size) for window in self._windows]
             behind = [min(max(0, first - begin), len(node.keys)) for first in ahead]
             freed += self._thin(node, behind)
             if any(any(pages[:end]) for pages, end in zip(node.pages, behind, strict=True)):
