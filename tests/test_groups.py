@@ -204,6 +204,19 @@ def test_prefixes_are_found_where_every_group_can_go_on(
     assert warm.memory.allocator.free == warm.memory.allocator.capacity
 
 
+def test_prompts_in_whole_pages_are_found_again(gemma: Checkpoints) -> None:
+    """Their windows at their ends stay when earlier ones make room, and prompts that wait hold no more than steps."""
+    prompts = [drawn(10 * WINDOW, seed) for seed in range(6)]
+    scheduler = make_scheduler(gemma.target, page_size=4, max_total_tokens=300, chunked_prefill_size=64)
+    for hits in (0, 10 * WINDOW - 4):
+        client = Client(scheduler)
+        for number, prompt in enumerate(prompts):
+            client.submit(str(number), prompt, greedy(WINDOW))
+        client.run()
+        assert [answer.cached_tokens for answer in client.answers.values()] == [hits] * len(prompts)
+    assert not scheduler.stats().preemptions
+
+
 def test_the_longest_request_is_served_alone_and_no_longer_one(gemma: Checkpoints) -> None:
     """It is longer than a pool that kept everything would hold."""
     scheduler = gemma.scheduler(

@@ -40,6 +40,7 @@ class Memory:
         room = 0 if snapshots is None else snapshots.room
         self.cache = RadixCache(self.allocator, page_size, windows, room) if prefix_cache else None
         self._sliding = sum(window is not None for window in windows)
+        self.reach = max(window or 0 for window in windows)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -192,7 +192,9 @@ class Scheduler:
             # Next to other requests, leave room for its first step, or it would be preempted at once.
             headroom = self.limits.headroom if self.running else 0
             tokens = len(context) + 1 + headroom
-            if self.memory.grow(request, tokens, cached + self.limits.chunked_prefill_size) is None:
+            # Of windows, what steps will hold: only prompts that are being computed hold a chunk's.
+            ahead = cached + min(self.limits.chunked_prefill_size, self.memory.reach)
+            if self.memory.grow(request, tokens, ahead) is None:
                 assert self.running, "an admitted request fits an empty pool"
                 self.memory.release(request)
                 self._refused = request, self.memory.changes
