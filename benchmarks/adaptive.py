@@ -23,6 +23,7 @@ from benchmarks.common import (
     load_options,
     make_prompts,
     parse_load,
+    parse_shape,
     random_prompts,
     scheduler_of,
     used_tokens,
@@ -276,7 +277,7 @@ def main() -> None:
     parser.set_defaults(repeats=2)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, STATIC)), help="not set: all")
+    parser.add_argument("--shapes", nargs="*", type=parse_shape, default=STATIC, help="not set: all")
     parser.add_argument("--rates", help="as --speculative-synthetic-acceptance, by level")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     add_requests(parser)
@@ -284,10 +285,9 @@ def main() -> None:
     drawn = {"speculative_synthetic_acceptance": args.rates, "load_format": args.load_format}
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(*sizes, min(args.max_batch, PROMPTS)))
-    fixed = [each for each in STATIC if args.shapes is None or spelled(each) in args.shapes]
 
     def rows() -> Iterator[Figures]:
-        with adaptive_llm(args, max(sizes), fixed, **drawn) as (llm, policies):
+        with adaptive_llm(args, max(sizes), args.shapes, **drawn) as (llm, policies):
             cache_prompts(llm, policies["off"], prompts)
             weights = Weights.of(scheduler_of(llm).runner.context)
             for size in sizes:
@@ -364,14 +364,13 @@ def long_context() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     add_requests(parser)
     parser.add_argument("--batches", nargs="+", type=int, default=[64])
-    parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, LONG_SHAPES)), help="not set: all")
+    parser.add_argument("--shapes", nargs="*", type=parse_shape, default=LONG_SHAPES, help="not set: all")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     args = parse_load(parser)
-    shapes = [each for each in LONG_SHAPES if args.shapes is None or spelled(each) in args.shapes]
     if args.quick:
-        args.batches, args.requests, args.new_tokens, shapes = [2], 4, 10, list(LONG_SHAPES[1:3])
+        args.batches, args.requests, args.new_tokens, args.shapes = [2], 4, 10, LONG_SHAPES[1:3]
     sizes = [size for size in args.batches if size <= args.max_batch]
-    keep_rows("long_context", run_long(args, sizes, shapes), args.output, row_line)
+    keep_rows("long_context", run_long(args, sizes, args.shapes), args.output, row_line)
 
 
 DRAFTS: dict[str, Callable[[Path], Path] | None] = {

@@ -176,8 +176,8 @@ def eagle3_settings(drafting: Drafting, draft: str | Path) -> dict[str, Any]:
     return head | shape_settings(drafting)
 
 
-def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
-    """Without prefix cache and tokenizer; ``shape`` is of EAGLE-3, None is plain decoding."""
+def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int, cached: bool = False) -> LLM:
+    """Without tokenizer; ``shape`` is of EAGLE-3, None is plain decoding. ``cached``: with a prefix cache."""
     settings = eagle3_settings(shape, args.eagle3)
     if settings:
         settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
@@ -187,7 +187,7 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
         quantization=getattr(args, "quantization", "none"),
         load_format=getattr(args, "load_format", "auto"),
         skip_tokenizer_init=True,
-        disable_radix_cache=True,
+        disable_radix_cache=not cached,
         tensor_parallel_size=getattr(args, "tensor_parallel_size", 1),
         max_running_requests=batch,
         **settings,

@@ -190,13 +190,17 @@ def _once(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, floa
     }
 
 
+LONG_PROMPT = 8192
+"""From here on prompts are computed once, and their time is not measured."""
+
+
 def run_shape(args: argparse.Namespace, shape: Shape | None, batches: Sequence[int]) -> Iterator[Figures]:
     """One engine, one row a batch size."""
     sizes = [size for size in batches if size <= args.max_batch]
     if not sizes:
         return
     prompts = make_prompts(args, max(sizes))
-    with open_llm(args, shape, max(sizes)) as llm:
+    with open_llm(args, shape, max(sizes), cached=args.prompt_tokens >= LONG_PROMPT) as llm:
         for size in sizes:
             figures = measure(llm, prompts[:size], args.new_tokens, args.repeats)
             if (experts := experts_read(llm, prompts[:size], shape)) is not None:
