@@ -304,18 +304,22 @@ def test_a_token_s_bits_depend_on_no_other_token(kind: str | None, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_s_choice_depends_on_no_other_token(dtype: torch.dtype) -> None:
-    """Alone, and where other launches serve many, which have no programs for parts."""
+    """Alone, where other launches serve many, and however many programs share four parts."""
     x_TH, weight_EH = (
-        torch.randn(300 if ON_GPU else 66, 600, device=DEVICE, dtype=dtype),
-        torch.randn(40, 600, device=DEVICE) / 10,
+        torch.randn(300 if ON_GPU else 66, 1000, device=DEVICE, dtype=dtype),
+        torch.randn(40, 1000, device=DEVICE) / 10,
     )
     parts = ((0, 1), (7, 12), (100, 164), (110, 200)) if ON_GPU else ((0, 64), (3, 6))
-    gate_1H = torch.randn(1, 600, device=DEVICE).to(dtype) / 10
+    gate_1H = torch.randn(1, 1000, device=DEVICE).to(dtype) / 10
     grouped = Routing(40, 6, "sigmoid", groups=4, chosen_groups=2)
     for routing, gate in ((Routing(40, 6, normalize=False, shared=1), gate_1H), (grouped, None)):
         more = weight_EH.to(dtype), routing, None, None, gate
-        with patch.object(routing_ops, "SPLIT_TOKENS", 64):
-            whole = routing_ops.route(x_TH, *more)
+        whole = routing_ops.route(x_TH, *more)
+        for split in (1, 2, 4):
+            with patch.object(routing_ops, "split_of", lambda *_, split=split: split):
+                fewer = routing_ops.route(x_TH, *more)
+            assert torch.equal(fewer.expert_TK, whole.expert_TK)
+            assert torch.equal(fewer.weight_TK, whole.weight_TK)
         for rows in (slice(*part) for part in parts):
             part = routing_ops.route(x_TH[rows], *more)
             assert torch.equal(part.expert_TK, whole.expert_TK[rows])

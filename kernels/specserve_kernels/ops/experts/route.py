@@ -1,30 +1,30 @@
 """The choice of experts on a GPU, and the order in which they are run.
 
-A program computes some experts' logits of a block of tokens: of all inputs, or for few tokens of one part of them, with
-its weights loaded before it waits. The last of a block to arrive adds the parts and chooses for its tokens. The last of
+A program computes some experts' logits of a block of tokens: of all inputs, of some parts of them, or of one, with its
+weights loaded before it waits. The last of a block to arrive adds the parts and chooses for its tokens. The last of
 all blocks, or for many tokens a second launch, puts pairs of a token and one of its experts in order and cuts them into
 tiles: no launch or grid depends on what was chosen. A token's numbers do not depend on other tokens: parts have a fixed
 size and are added in order, as are inputs of each, and a block has the same size in every launch. Pairs of shared
 experts, which all tokens choose, have known places: the last of all pairs, and the first tiles.
 
 Shapes: T tokens, H hidden size, E experts, K chosen for each token and shared, P = T * K pairs, B blocks of tokens, X
-tiles, S parts of the inputs with programs of their own. ``E`` and ``K`` in kernels leave out ``SHARED`` experts.
+tiles, S parts of the inputs that programs share, or 1. ``E`` and ``K`` in kernels leave out ``SHARED`` experts.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv, next_power_of_2, tickets
+from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.reference.experts.route import Routes, Routing, Tiles
 
 FEW_TOKENS = 64  # are put in order by the launch that chooses
-SPLIT_TOKENS = 512  # and fewer have a program for each part of the inputs
-FEW_EXPERTS = 32  # have programs for parts of any number of tokens, as they would be few
 BLOCK_E = 16  # experts of a program
 PART = 256  # inputs of a part, of long ones twice as many
 LONG = 4096
@@ -59,7 +59,8 @@ def route(
 
     part = PART if size <= LONG else 2 * PART
     parts = cdiv(size, part)
-    split = parts if tokens <= SPLIT_TOKENS or experts <= FEW_EXPERTS else 1
+    programs = blocks * (cdiv(experts, BLOCK_E) + gated)
+    split = parts if few else split_of(parts, limits_of(x_TH.device).processors // programs)
     weight_TK = made(tokens, chosen, dtype=torch.float32)
     expert_TK, rank_TK, count_BE, order_P, tile_X3 = (
         made(tokens, chosen),
@@ -78,7 +79,7 @@ def route(
         bias_E,
         correction_E,
         shared_gate_1H,
-        made(split * tokens * (experts + gated), dtype=torch.float32),
+        made((parts if split > 1 else 1) * tokens * (experts + gated), dtype=torch.float32),
         expert_TK,
         weight_TK,
         rank_TK,
@@ -125,6 +126,12 @@ def route(
     return Routes(expert_TK, weight_TK, Tiles(order_P, tile_X3))
 
 
+@cache
+def split_of(parts: int, most: int) -> int:
+    """Return how many programs share a block's parts evenly, ``most`` or one at most: more would take turns."""
+    return max(each for each in range(1, parts + 1) if parts % each == 0 and each <= max(1, most))
+
+
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _route_kernel(
     x_ptr,  # [T, H]
@@ -168,9 +175,9 @@ def _route_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``EACH``: parts of a program. ``SAME``: inputs and weights have the same dtype; otherwise products are of
-    float32. ``CHOOSERS``: rows of a block that may be tokens. ``PLACED``: at least the number of blocks if this launch
-    puts pairs in order, otherwise 0."""
+    """``SPLIT``: programs that share the parts. ``EACH``: parts of a program. ``SAME``: inputs and weights have the
+    same dtype; otherwise products are of float32. ``CHOOSERS``: rows of a block that may be tokens. ``PLACED``: at
+    least the number of blocks if this launch puts pairs in order, otherwise 0."""
     block = tl.program_id(0)
     t, e = block * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     rows_ptr, row, known = weight_ptr, e, e < E
@@ -186,9 +193,15 @@ def _route_kernel(
         h = first + tl.arange(0, PART)
         weight = load_settled(weight_ptrs + h[:, None], known[None, :] & (h < H)[:, None], 0)
     take_turn(OVERLAP)
+    PARTS: tl.constexpr = SPLIT * EACH if SPLIT > 1 else 1
+    product_ptr, gate = None, None
+    if gate_ptr is not None:
+        product_ptr, gate = logits_ptr + PARTS * tokens * E, gates & known
+    kept = logits_ptr, product_ptr, tokens, t, e, row, gate
     if WHOLE:
         x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
-        logits = _add_products(x, weight, tl.zeros((ROWS, BLOCK_E), tl.float32), SAME)
+        sums = _add_products(x, weight, tl.zeros((ROWS, BLOCK_E), tl.float32), SAME)
+        _store_part(sums, tl.program_id(2), kept, E)
     else:
         logits = tl.zeros((ROWS, BLOCK_E), tl.float32)
         for part in range(EACH):
@@ -198,13 +211,13 @@ def _route_kernel(
                 x = tl.load(x_ptrs + h[None, :], mask=(t < tokens)[:, None] & (h < H)[None, :], other=0)
                 weight = tl.load(weight_ptrs + h[:, None], mask=known[None, :] & (h < H)[:, None], other=0)
                 sums = _add_products(x, weight, sums, SAME)
-            logits = tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), logits)  # not the next product's own
-    part_ptrs = logits_ptr + (tl.program_id(2).to(tl.int64) * tokens + t)[:, None] * E + e[None, :]
-    tl.store(part_ptrs, logits, mask=(t < tokens)[:, None] & (e < E)[None, :])
-    if gate_ptr is not None:
-        product_ptr = logits_ptr + SPLIT * tokens * E
-        product_ptrs = product_ptr + (tl.program_id(2) * tokens + t)[:, None] + row[None, :]
-        tl.store(product_ptrs, logits, mask=(t < tokens)[:, None] & (gates & known)[None, :])
+            if SPLIT > 1:
+                _store_part(sums, tl.program_id(2) * EACH + part, kept, E)
+            else:
+                one = tl.full(sums.shape, 1.0, tl.float32)
+                logits = tl.fma(sums, one, logits)  # not the next product's own
+        if SPLIT == 1:
+            _store_part(logits, 0, kept, E)
     last = tl.num_programs(1) * SPLIT - 1
     tl.debug_barrier()
     if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") != last:
@@ -219,7 +232,7 @@ def _route_kernel(
     here = (t < tokens)[:, None, None] & (beside // BLOCK_X < GROUPS) & (beside % BLOCK_X < E // GROUPS)
     beside = tl.max_contiguous(_expert_at(beside, E, GROUPS, BLOCK_X), (1, 1, max(1, LOADED // 32)))
     parts = tl.zeros((CHOOSERS, WIDTH // LOADED, LOADED), tl.float32)
-    for part in tl.static_range(SPLIT):
+    for part in tl.static_range(PARTS):
         part_ptrs = logits_ptr + (part * tokens + t).to(tl.int64)[:, None, None] * E + beside
         parts += tl.load(part_ptrs, mask=here, other=0, cache_modifier=".cg")
     logits = tl.reshape(parts, (CHOOSERS, WIDTH))
@@ -276,7 +289,7 @@ def _route_kernel(
         share = tl.full((CHOOSERS,), 1.0, tl.float32)
         if gate_ptr is not None:
             gate = tl.zeros((CHOOSERS,), tl.float32)
-            for part in tl.static_range(SPLIT):
+            for part in tl.static_range(PARTS):
                 product_ptrs = product_ptr + part * tokens + t
                 gate += tl.load(product_ptrs, mask=t < tokens, other=0, cache_modifier=".cg")
             share = 1 / (1 + tl.exp(-gate))
@@ -316,6 +329,16 @@ def _route_kernel(
             BLOCK_P,
             ROWS,
         )
+
+
+@triton.jit
+def _store_part(sums, part, kept, E: tl.constexpr):
+    """Store a part's sums of experts, or of the shared ones' gate, whose only column the last of ``kept`` says."""
+    logits_ptr, product_ptr, tokens, t, e, row, gate = kept
+    first, there = part * tokens + t, (t < tokens)[:, None]
+    tl.store(logits_ptr + first.to(tl.int64)[:, None] * E + e[None, :], sums, mask=there & (e < E)[None, :])
+    if product_ptr is not None:
+        tl.store(product_ptr + first[:, None] + row[None, :], sums, mask=there & gate[None, :])
 
 
 @triton.jit
