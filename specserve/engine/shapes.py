@@ -117,8 +117,7 @@ _TABLES = {"none": _CANDIDATES, "all": _OF_TEXT, "some": _BESIDE_TEXT}
 
 
 def candidate_shapes(slots: int, drafts: Drafts = ANY) -> list[StepShape]:
-    """Return the controller's candidates for a batch of ``slots``, plain decoding first. Shapes deeper than the drafter
-    can draft are cut."""
+    """Return the controller's candidates for a batch of ``slots``, plain decoding first, as deep as the drafter can."""
     table = _TABLES["all" if drafts.block and drafts.copies == "none" else drafts.copies]
     choices = next((choices for most, choices in table if slots <= most), table[-1][1])
     if drafts.lookahead is not None:

@@ -56,8 +56,7 @@ class DeltaRule:
 
 
 class Attend(Protocol):
-    """Attention as a layer calls it: normalize heads, rotate q and k, store k and v, attend. Paged when serving, dense
-    when training."""
+    """Attention of a layer: normalize heads, rotate q and k, store k and v, attend. Paged, or dense in training."""
 
     def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
         """Return ``[T, q heads * D]``, of latents ``[T, q heads * C]``. May overwrite ``ask.qkv_TND``."""

@@ -172,8 +172,7 @@ def _run(settings: Settings, build: Build, port: Port) -> int:
 
 
 def keep_what_is_loaded() -> None:
-    """Exempt everything loaded so far from garbage collection, whose scans would repeatedly stall serving for tenths of
-    a second."""
+    """Exempt all that is loaded from garbage collection, whose scans would stall serving for tenths of a second."""
     gc.collect()
     gc.freeze()
 

@@ -247,8 +247,7 @@ class DecodeState:
         column_R.index_copy_(0, self._integers(slots), to_device(temperatures, self.device, column_R.dtype))
 
     def set_predictions(self, due: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Write forced text as the predicted text of some slots. It goes before any draft, like a prediction that was
-        always right."""
+        """Write forced text as some slots' predicted text. It goes before any draft, like a prediction always right."""
         table = self.prediction
         assert table is not None
         longest = max(len(tokens) for _, tokens in due)
