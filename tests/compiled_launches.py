@@ -518,6 +518,7 @@ def launch_latents(heads: int, nodes: int, scales: KVScales | None = None) -> No
     attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), **how)
     if scales is None:
         attend_latents(query_TNX, *shared[1:], length_B, q_start, nodes)
+        attend_latents(query_TNX, *shared[1:], length_B, q_start, nodes, paths=paths)
         attend_latents(query_TNX, *shared[1:], per_node_T, q_start, nodes, prompt=True)
         scratch_BKA = torch.zeros(20, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), **how)

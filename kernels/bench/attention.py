@@ -193,7 +193,7 @@ def masks(shape: Shape) -> tuple[Tensor, Tensor]:
 
 def ours(shape: Shape, x: Inputs) -> Run:
     most = shape.most or shape.nodes
-    many = shape.kind != "tree" and takes(x.q_TND, x.caches[0], LATENT, shape.slots, most)
+    many = takes(x.q_TND, x.caches[0], LATENT, shape.slots, most, shape.kind in ("tree", "prefill"))
     if shape.kind == "prefill":
         start = shape.length - shape.nodes
         positions_T = torch.arange(start, shape.length, device=DEVICE).repeat(shape.slots)
@@ -213,12 +213,13 @@ def ours(shape: Shape, x: Inputs) -> Run:
             x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales, window=shape.window,
             latent=LATENT,
         )  # fmt: skip
-    if many:
-        return lambda cache: attend_latents(x.q_TND, cache, x.pages_BM, x.length_B, x.q_start, most)
     mask_T, depth_T = masks(shape)
     paths = None
     if shape.kind == "tree":
         paths = list_paths(mask_T, x.q_start, x.length_B, int(depth_T.max()), most)
+    if many:
+        tokens = x.pages_BM, x.length_B, x.q_start, most
+        return lambda cache: attend_latents(x.q_TND, cache, *tokens, paths=paths)
     where = x.pages_BM, x.length_B, x.q_start, paths, most
     how: dict[str, Any] = {"window": shape.window, "latent": LATENT}
     return lambda cache: attend_nodes(x.q_TND, cache, *where, work, shape.scales, **how)

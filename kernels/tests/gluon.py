@@ -1,13 +1,15 @@
 """Run a module of Gluon kernels on a CPU, with torch, as Triton's interpreter does not.
 
-Layouts mean nothing here, copies and products are done when they are asked for, and programs run one after another.
-Shared memory begins as NaN, and an access outside a tensor is an error.
+Layouts mean nothing here, copies and products are done when they are asked for, and programs run one after another;
+specialized warps are threads. Shared memory begins as NaN, and an access outside a tensor is an error.
 """
 
 from __future__ import annotations
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Condition
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,7 @@ class Pointer:
     def at(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return offsets, 0 where masked, and the mask."""
         live = torch.ones_like(self.offset, dtype=torch.bool)
-        live = live if mask is None else mask.expand_as(live)
+        live = live if mask is None else torch.as_tensor(mask).expand_as(live)
         where = torch.where(live, self.offset, 0)
         assert ((where >= 0) & (where < len(self.numbers))).all()
         return where, live
@@ -35,15 +37,86 @@ class Pointer:
 class Shared:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.dtype = tensor, tensor.dtype
+        self.boxes: list[Tensor] = []
 
     def index(self, number: Any) -> Shared:
-        return Shared(self.tensor[int(number)])
+        return Shared(self.boxes[int(number)] if self.boxes else self.tensor[int(number)])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.tensor.permute(order))
 
+    def reinterpret(self, shape: list[int]) -> Shared:
+        """Blocks of these boxes, a block's columns of boxes one after another."""
+        blocks, (_, rows, columns) = torch.full(shape, torch.nan, dtype=self.dtype), self.tensor.shape
+        for block in blocks:
+            for part in block.split(columns, 1):
+                self.boxes += part.split(rows)
+        return Shared(blocks)
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.tensor.narrow(dim, start, length))
+
+    def load(self, _: Any) -> Tensor:
+        return self.tensor.clone()
+
     def store(self, value: Tensor) -> None:
         self.tensor.copy_(value)
+
+
+class Barriers:
+    """Those of shared memory: a phase ends when all have arrived, and the bytes that they expect."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.states: dict[int, list[int]] = {}  # count, those that have not arrived, missing bytes, phase
+
+    def init(self, bar: Shared, count: int) -> None:
+        self.states[bar.tensor.data_ptr()] = [count, count, 0, 0]
+
+    def _change(self, bar: Shared, arrived: int, missing: int) -> None:
+        with self.changed:
+            state = self.states[bar.tensor.data_ptr()]
+            state[1] -= arrived
+            state[2] += missing
+            if state[1:3] == [0, 0]:
+                state[1], state[3] = state[0], state[3] + 1
+                self.changed.notify_all()
+
+    def arrive(self, bar: Shared) -> None:
+        self._change(bar, 1, 0)
+
+    def expect(self, bar: Shared, missing: int) -> None:
+        self._change(bar, 1, missing)
+
+    def load_box(self, box: Box, place: list[Any], bar: Shared, into: Shared) -> None:
+        row, column = map(int, place)
+        held = box.tensor[row : row + box.shape[0], column : column + box.shape[1]]
+        into.tensor.zero_()[: len(held)] = held
+        self._change(bar, 0, -into.tensor.numel() * into.tensor.element_size())
+
+    def wait(self, bar: Shared, parity: Any, pred: Any = True) -> None:
+        if not pred:
+            return
+        with self.changed:
+            state = self.states[bar.tensor.data_ptr()]
+            assert self.changed.wait_for(lambda: state[3] & 1 != int(parity), 20), "nobody arrives"
+
+
+class Box:
+    def __init__(self, tensor: Tensor, shape: list[int]) -> None:
+        self.tensor, self.shape, self.dtype = tensor, shape, tensor.dtype
+
+
+class Constant(int):
+    value = property(int)
+
+
+def specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for each in [pool.submit(function, *arguments) for function, arguments in functions]:
+            each.result()
 
 
 def load(pointer: Pointer, mask: Tensor | None = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
@@ -64,7 +137,8 @@ def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Tensor:
 
 
 def allocate(dtype: torch.dtype, shape: list[int], _: Any, value: Tensor | None = None) -> Shared:
-    return Shared(torch.full(shape, torch.nan, dtype=dtype) if value is None else value.clone())
+    unset = torch.nan if dtype.is_floating_point else -1
+    return Shared(torch.full(shape, unset, dtype=dtype) if value is None else value.clone())
 
 
 def product(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -120,9 +194,10 @@ class Kernel:
 
 def on_cpu(module: ModuleType) -> SimpleNamespace:
     """Return the module's names, of which kernels run on a CPU."""
-    nothing = lambda *_, **__: None  # noqa: E731
+    nothing, barriers = lambda *_, **__: None, Barriers()
     gl = SimpleNamespace(
-        constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+        constexpr=lambda value: Constant(value) if type(value) is int else value,
+        int32=torch.int32, int64=torch.int64, float32=torch.float32,
         arange=lambda start, end, _: torch.arange(start, end, dtype=torch.int32), load=load, store=store,
         where=lambda which, a, b: torch.where(torch.as_tensor(which), torch.as_tensor(a), torch.as_tensor(b)),
         maximum=of_tensors(torch.maximum), minimum=of_tensors(torch.minimum), atomic_add=atomic_add,
@@ -130,17 +205,22 @@ def on_cpu(module: ModuleType) -> SimpleNamespace:
         associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=x.dtype), exp2=torch.exp2, static_range=range,
         full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype), allocate_shared_memory=allocate,
-        fma=lambda a, b, c: (a.double() * b.double() + c.double()).float(), convert_layout=lambda x, _: x.clone(),
+        fma=lambda a, b, c: (a.double() * b.double() + c.double()).float(), convert_layout=lambda x, _, **__: x.clone(),
+        expand_dims=torch.unsqueeze, zeros_like=torch.zeros_like, shared_memory_descriptor=Shared,
+        warp_specialize=specialize, inline_asm_elementwise=lambda *_, **__: 0,
         split=lambda x: (x[..., 0].clone(), x[..., 1].clone()), permute=torch.permute, reshape=torch.reshape,
-        SliceLayout=nothing, BlockedLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing,
+        SliceLayout=nothing, BlockedLayout=nothing, SwizzledSharedLayout=nothing,
+        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing,
     )  # fmt: skip
     names: dict[str, Any] = {
         "__name__": module.__name__, "gl": gl, "barrier": nothing, "begin_after_last": nothing,
         "fence_async_shared": nothing, "warpgroup_mma": product,
         "warpgroup_mma_wait": lambda _, waited: waited[0] if len(waited) == 1 else tuple(waited),
         "async_copy": SimpleNamespace(
-            async_load=lambda into, pointer: into.store(load(pointer)), commit_group=nothing, wait_group=nothing,
+            async_load=lambda into, pointer: into.store(load(pointer)), mbarrier_arrive=nothing,
         ),
+        "mbarrier": barriers, "load_box": barriers.load_box,
+        "TensorDescriptor": SimpleNamespace(from_tensor=lambda tensor, shape, _: Box(tensor, shape)),
     }  # fmt: skip
     tree = ast.fix_missing_locations(Plain().visit(ast.parse(Path(str(module.__file__)).read_text())))
     exec(compile(tree, str(module.__file__), "exec"), names)

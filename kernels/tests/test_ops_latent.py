@@ -124,12 +124,13 @@ def test_same_bits_of_attention(
 
 @pytest.mark.parametrize(
     ("page_size", "heads", "lengths", "counts"),
-    [(16, 5, [1090, 0, 120], [1, 1, 1]), (1, 20, [1020, 60], [4, 2])],
+    [(64, 5, [1090, 0, 120], [1, 1, 1]), (16, 20, [382, 60], [4, 2])],
 )
-def test_many_rows(
+def test_specialized_warps(
     page_size: int, heads: int, lengths: list[int], counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single tokens, chains and prompts, whatever the programs that share them, and units that cannot be stored."""
+    """Single tokens, chains, trees and prompts, whatever the programs that share them, and units that cannot be stored;
+    what lies after the last token was never written."""
     module: Any = latent_nodes if ON_GPU else on_cpu(latent_nodes)
     names = vars(latent_nodes) if ON_GPU else module.names
     spans = [range(first, first + count) for first, count in zip(lengths, counts, strict=True)]
@@ -143,23 +144,33 @@ def test_many_rows(
         cache[pages[at // page_size], 0, at % page_size] = row_LX[at] + slot
     query_TNX = normal(sum(counts) + (max(counts) > 1), heads, 576, dtype=torch.bfloat16)
     places = integers([place for span in spans for place in span])
-    starts = integers([0, *accumulate(counts)])
+    starts, first_B = integers([0, *accumulate(counts)]), integers(lengths)
 
-    def found(processors: int = 132, stored: int = 1 << 30) -> Tensor:
-        monkeypatch.setitem(names, "limits_of", lambda _: H200._replace(processors=processors))
+    def attended(
+        query_TNX: Tensor,
+        length: Tensor,
+        starts: Tensor,
+        most: int,
+        how: Any,
+        programs: int = 7,
+        stored: int = 1 << 30,
+    ) -> Tensor:
+        monkeypatch.setitem(names, "limits_of", lambda _: H200._replace(processors=programs))
         monkeypatch.setitem(names, "STORED", stored)
-        where = cache, pages_BM, integers(lengths), starts, max(counts)
-        return module.attend_latents(query_TNX, *where, kv_start=1, scale=0.05)
+        where = cache, pages_BM, length, starts, most
+        return module.attend_latents(query_TNX, *where, scale=0.05, **how)
 
-    right = found()
-    for other in (found(3), found(5, 0)):
-        assert torch.equal(other, right)
-    tokens = query_TNX[: len(places)]
-    prompt = cache, pages_BM, places, starts, max(counts)
-    chunk = module.attend_latents(tokens, *prompt, kv_start=1, scale=0.05, prompt=True)
+    nodes = query_TNX, first_B, starts, max(counts)
+    right = attended(*nodes, {"kv_start": 1})
+    for other in ((3, 1 << 30), (5, 0)):
+        assert torch.equal(attended(*nodes, {"kv_start": 1}, *other), right)
+    prompt = attended(query_TNX[: len(places)], places, starts, max(counts), {"kv_start": 1, "prompt": True})
     seen = places >= 1  # the first token sees nothing
-    assert torch.equal(chunk[seen], right[: len(places)][seen])
+    assert torch.equal(prompt[seen], right[: len(places)][seen])
     assert not right[len(places) :].any()
+    if max(counts) == 1:
+        drafted = attended(query_TNX, first_B - 3, starts, 1, {"kv_start": 1, "entries": 4})
+        assert torch.equal(drafted, right)
     for slot, span in enumerate(spans):
         for token, place in enumerate(span, int(starts[slot])):
             key_LX = (row_LX[1 : place + 1] + slot).double()
@@ -167,16 +178,27 @@ def test_many_rows(
             value_NC = weight_NL @ key_LX[:, :512]
             torch.testing.assert_close(right[token].double(), value_NC, atol=1e-2, rtol=1e-2)
     if ON_GPU:
-        old = attend_nodes(
-            query_TNX,
-            *prompt[:2],
-            integers(lengths),
-            starts,
-            None,
-            max(counts),
-            Workspace(),
-            kv_start=1,
-            scale=0.05,
-            latent=512,
+        how: Any = {"scale": 0.05, "latent": 512, "kv_start": 1}
+        where = pages_BM, first_B, starts, None, max(counts), Workspace()
+        assert torch.equal(attend_nodes(query_TNX, cache, *where, **how), right)
+    if max(counts) > 1:  # trees, whose every second node is another token
+        chains = attended(*nodes, {})
+        many = [2 * count - 1 for count in counts]
+        masks = [sum(1 << j for j in (*range(0, i, 2), i)) for nodes in many for i in range(nodes)]
+        even_T = integers(
+            [sum(many[:slot]) + 2 * i for slot in range(len(counts)) for i in range(counts[slot])]
         )
-        assert torch.equal(old, right)
+        tree_TNX, tree_starts = (
+            normal(sum(many), heads, 576, dtype=torch.bfloat16),
+            integers([0, *accumulate(many)]),
+        )
+        tree_TNX[even_T] = query_TNX[: len(places)]
+        for slot, length in enumerate(lengths):
+            at = torch.arange(many[slot], device=DEVICE)
+            pages = pages_BM[slot, (length + at) // page_size]
+            cache[pages, 0, (length + at) % page_size] = row_LX[length + at // 2] + slot
+        paths = list_paths(integers(masks), tree_starts, first_B, max(counts) - 1, max(many))
+        trees = tree_TNX, first_B, tree_starts, max(many), {"paths": paths}
+        for other in ((3, 1 << 30), (5, 0)):
+            found, tolerance = attended(*trees, *other)[even_T], 0 if ON_GPU else 1e-2
+            torch.testing.assert_close(found, chains[: len(places)], atol=tolerance, rtol=tolerance)

@@ -40,7 +40,7 @@ class _Prefill:
     def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
         cache, pages_BM, kv_TND, scales, latent = entries
         c = self.chunks
-        if takes(q_TND, cache, latent, len(pages_BM), c.max_tokens):
+        if takes(q_TND, cache, latent, len(pages_BM), c.max_tokens, wide=True):
             tokens = c.positions_T, c.q_start, c.max_tokens, c.kv_start
             return attend_latents(q_TND, cache, pages_BM, *tokens, softmax.scale, prompt=True)
         where = pages_BM, c.q_start, c.positions_T, c.max_tokens
@@ -59,9 +59,9 @@ class _Verify:
         cache, pages_BM, _, scales, latent = entries
         n = self.nodes
         nodes = 1 if len(q_TND) == len(pages_BM) else n.max_nodes
-        if self.paths is None and takes(q_TND, cache, latent, len(pages_BM), nodes):
-            chains = n.length_B, n.q_start, n.max_nodes, n.kv_start
-            return attend_latents(q_TND, cache, pages_BM, *chains, softmax.scale)
+        if takes(q_TND, cache, latent, len(pages_BM), nodes, self.paths is not None):
+            tokens = n.length_B, n.q_start, n.max_nodes, n.kv_start
+            return attend_latents(q_TND, cache, pages_BM, *tokens, softmax.scale, paths=self.paths)
         where = pages_BM, n.length_B, n.q_start, self.paths, n.max_nodes
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
         return attend_nodes(q_TND, cache, *where, self.workspace, scales, n.kv_start, *how, latent)
@@ -76,6 +76,10 @@ class _Draft:
     def run(self, q_TND: Tensor, entries: Entries, softmax: Softmax) -> Tensor:
         cache, pages_BM, _, scales, latent = entries
         f = self.frontier
+        nodes, own = f.scratch_BKA.shape[1:]
+        if nodes == 1 and takes(q_TND, cache, latent, len(pages_BM), nodes):
+            single = f.prefix_B, f.prefix_B, nodes, f.kv_start
+            return attend_latents(q_TND, cache, pages_BM, *single, softmax.scale, entries=own)
         where = pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA
         how = softmax.scale, softmax.window, softmax.sinks_H, softmax.cap
         return attend_frontier(q_TND, cache, *where, self.workspace, scales, *how, latent)
