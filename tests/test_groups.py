@@ -217,6 +217,24 @@ def test_prompts_in_whole_pages_are_found_again(gemma: Checkpoints) -> None:
     assert not scheduler.stats().preemptions
 
 
+@pytest.mark.parametrize(
+    ("family", "chunk", "tokens", "prompts", "length", "new"),
+    [("gemma", 32, 200, 12, 80, 4), ("mistral", 32, 60, 8, 80, 4), ("mistral", 3, 60, 20, 12, 20)],
+)
+def test_prompts_that_wait_leave_pages_for_whole_launches(
+    family: str, chunk: int, tokens: int, prompts: int, length: int, new: int, request: pytest.FixtureRequest
+) -> None:
+    """With chunks longer and shorter than a window. None is preempted: steps find the pages that they need."""
+    models: Checkpoints = request.getfixturevalue(family)
+    scheduler = make_scheduler(
+        models.target, page_size=1, max_total_tokens=tokens, chunked_prefill_size=chunk
+    )
+    with patch.object(scheduler.runner, "prefill", wraps=scheduler.runner.prefill) as prefill:
+        answer_all(scheduler, [(drawn(length, seed), greedy(new)) for seed in range(prompts)])
+    assert prefill.call_count == -(-prompts * length // chunk)
+    assert not scheduler.stats().preemptions
+
+
 def test_the_longest_request_is_served_alone_and_no_longer_one(gemma: Checkpoints) -> None:
     """It is longer than a pool that kept everything would hold."""
     scheduler = gemma.scheduler(
@@ -235,7 +253,7 @@ def test_the_longest_request_is_served_alone_and_no_longer_one(gemma: Checkpoint
     assert client.answers["fits"].tokens == answer_one(roomy, drawn(longest - 20), greedy(20)).tokens
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(46, 2), (50, 2), (60, 4)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(34, 2), (36, 2), (56, 2)])
 def test_prompts_whose_windows_lack_pages_go_on(tokens: int, chunk: int, gemma: Checkpoints) -> None:
     """They share the pages of a window, and each needs its own from there on: the last is preempted until one goes
     on."""

@@ -20,8 +20,7 @@ from specserve.layers.batch import Softmax
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Prefill: ragged runs of prompt tokens, each seeing all positions up to its own. ``slot_T``: each token's
-    request."""
+    """Prefill: ragged runs of prompt tokens, of requests ``slot_T``, each seeing all positions up to its own."""
 
     q_start: Tensor  # [B + 1]
     slot_T: Tensor

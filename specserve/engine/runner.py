@@ -74,8 +74,7 @@ class Runner(Executor):
         capture_next: Callable[[], bool] | None = None,
         followers: Followers | None = None,
     ) -> None:
-        """Arguments as for ``Executor``. ``capture_next`` captures one more step; None: none was left for idle
-        times."""
+        """Arguments as for ``Executor``. ``capture_next`` captures a step that was left for idle times; None: none."""
         super().__init__(context, graphs, prompts, in_parts, catch_ups)
         self.capture_next = capture_next
         self.followers = followers

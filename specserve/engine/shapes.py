@@ -170,8 +170,7 @@ class ShapePlan:
 
     @property
     def margin(self) -> int:
-        """Positions after a context that steps may write: a row that reaches its end is cut one step after it
-        overran."""
+        """Positions after a context that steps may write: a row is cut a step after it overran its end."""
         shapes = self.shapes()
         return max(s.reserve for s in shapes) + 2 * (max(s.depth for s in shapes) + 1)
 

@@ -68,9 +68,8 @@ class RadixCache:
         # A heap of leaves by last use and inner nodes by ``ended``, equals by when they were queued. Both may be
         # outdated: eviction corrects them when it pops a node, so that lookups and inserts need not keep the order.
         self._oldest: list[tuple[int, int, _Node]] = []
-        self._reach = (
-            max(window or 0 for window in windows) // page_size + 3
-        )  # pages that a window lies in, and one
+        # Pages that a window lies in, and one.
+        self._reach = max(window or 0 for window in windows) // page_size + 3
         self._unthinned = OrderedDict[_Node, None]()  # may have pages of windows that are not needed
         self.num_pages = 0
         self.snapshots = snapshots

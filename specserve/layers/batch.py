@@ -73,8 +73,7 @@ class Recurs(Protocol):
 
 
 class LayerCall(NamedTuple):
-    """What a layer needs besides the stream. ``wanted_W``: the only rows that it returns, None: all. It stores keys and
-    values of all."""
+    """What a layer needs besides the stream. It stores all keys and values and returns rows ``wanted_W``; None: all."""
 
     rope: Rope
     attend: Attend

@@ -100,8 +100,7 @@ class TargetModel(nn.Module):
         return repeat(())
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states after the final norm ``[T, H]``, or of the wanted rows ``[W, H]``, and the residual
-        streams at ``batch.taps``."""
+        """Return what the final norm gives ``[T, H]``, of wanted rows ``[W, H]``, and the stream at ``batch.taps``."""
         return self.run(batch, self._enter(batch.tokens_T))
 
     def run(self, batch: TokenBatch, entered: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor]]:

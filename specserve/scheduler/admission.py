@@ -107,8 +107,7 @@ class Waiting:
         return self._admit(message, now)
 
     def poll(self, idle: bool) -> list[Failed]:
-        """Queue the requests whose compilation has ended. Return refusals. ``idle``: there is nothing else to do, so
-        wait a while for one."""
+        """Queue the requests whose compilation has ended. Return refusals. ``idle``: wait a while for one."""
         if idle and self._compiling:
             wait([compilation for *_, compilation in self._compiling.values()], WAIT, FIRST_COMPLETED)
         done = [rid for rid, (*_, compilation) in self._compiling.items() if compilation.done()]

@@ -40,7 +40,6 @@ class Memory:
         room = 0 if snapshots is None else snapshots.room
         self.cache = RadixCache(self.allocator, page_size, windows, room) if prefix_cache else None
         self._sliding = sum(window is not None for window in windows)
-        self.reach = max(window or 0 for window in windows)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -151,13 +150,26 @@ class Memory:
         if self.cache is not None and pages > self.allocator.free:
             self.cache.evict(pages - self.allocator.free)
 
-    def grow(self, request: Request, tokens: int, ahead: int | None = None) -> list[PageRun] | None:
+    def held(self, cached: int) -> int:
+        """Return how far windows reach if a prompt, of which ``cached`` tokens are, takes what its steps will hold."""
+        window, size = self.windows[-1], self.page_size
+        return first_page(window, cached, size) * size + (window or 0) + size - 1
+
+    def lacking(self, requests: Sequence[Request]) -> int:
+        """Return how many tokens of prompts lie after their windows' pages."""
+        prompts = [request for request in requests if request.prefilling] if self._sliding else []
+        return sum(max(0, len(each.context) - each.holds[-1].end * self.page_size) for each in prompts)
+
+    def grow(
+        self, request: Request, tokens: int, ahead: int | None = None, spare: int = 0
+    ) -> list[PageRun] | None:
         """Extend the request's pages to hold ``tokens``, of windows only up to ``ahead`` if that is less, evicting
-        cached ones. Return the new pages, or None, with nothing changed, if there are too few."""
+        cached ones. Return the new pages, or None, with nothing changed, if too few are left for ``spare`` tokens of
+        windows."""
         if not self._lacks(request, tokens):
             return []
         missing = self._missing(request, tokens, tokens if ahead is None else min(tokens, ahead))
-        if sum(missing) > self.available:
+        if sum(missing) + self._sliding * self.pages_for(spare) > self.available:
             return None
         self._make_free(sum(missing))
         runs = list[PageRun]()

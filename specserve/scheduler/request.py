@@ -189,8 +189,7 @@ def message_of(
 
 
 def outcome_of(requests: Sequence[Request], found: Sequence[Emitted], kept: int, stopped: int) -> StepOutcome:
-    """Return what a step gave. ``kept``: tokens of all requests up to their ends; ``stopped``: requests that a stop
-    token ended."""
+    """Return what a step gave. ``kept``: tokens of all requests up to their ends; ``stopped``: ends by a stop token."""
     return StepOutcome(
         emitted=[len(each.tokens) for each in found],
         drafted=[each.drafted for each in found],

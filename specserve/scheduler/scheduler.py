@@ -114,8 +114,7 @@ class Scheduler:
         self._counters.violations += len(problems)
 
     def work_ahead(self) -> bool:
-        """Do a piece of work that was postponed until the engine is idle. Return whether there was any. Raises RankGone
-        if another rank has ended."""
+        """Do work left for idle times. Return whether there was any. Raises RankGone if another rank has ended."""
         if self.runner.followers is not None:
             self.runner.followers.check()
         return self.runner.capture_next is not None and self.runner.capture_next()
@@ -187,14 +186,15 @@ class Scheduler:
             request = self.waiting.head
             if self.running and self._refused == (request, self.memory.changes):
                 return  # matching a long prompt takes milliseconds
-            context = request.tokens
+            context, chunk = request.tokens, self.limits.chunked_prefill_size
             cached = self.memory.take_prefix(request, request.reusable)
             # Next to other requests, leave room for its first step, or it would be preempted at once.
             headroom = self.limits.headroom if self.running else 0
             tokens = len(context) + 1 + headroom
-            # Of windows, what steps will hold: only prompts that are being computed hold a chunk's.
-            ahead = cached + min(self.limits.chunked_prefill_size, self.memory.reach)
-            if self.memory.grow(request, tokens, ahead) is None:
+            # Of windows, take what steps will hold, and leave what the next launch of prompts will take.
+            ahead = self.memory.held(cached) + headroom
+            lacking = max(0, len(context) - ahead) + self.memory.lacking(self.running)
+            if self.memory.grow(request, tokens, ahead, min(chunk, lacking) if self.running else 0) is None:
                 assert self.running, "an admitted request fits an empty pool"
                 self.memory.release(request)
                 self._refused = request, self.memory.changes

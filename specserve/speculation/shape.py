@@ -47,6 +47,5 @@ class StepShape:
 
     @property
     def reserve(self) -> int:
-        """Positions from ``length`` on that a step may write in a slot: nodes, a drafter's scratch, the bonus token's
-        entry."""
+        """Positions from ``length`` on that a step may write in a slot: nodes, drafts' scratch, the bonus token."""
         return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.depth + 2, self.block)

@@ -87,14 +87,12 @@ class RequestEffect:
         return self.predicted_hits / self.tokens if self.predicted else 0.0
 
     def observe(self, residual: float, information: float) -> None:
-        """Add evidence. ``residual``: accepted levels minus those expected; ``information``: the variance of that
-        number."""
+        """Add evidence. ``residual``: accepted levels minus those expected; ``information``: their variance."""
         self.residual += residual + information * self.shift
         self.information += information
 
     def follow(self, predicted_hits: int, emitted: int) -> None:
-        """Count a step, drafted or not, that emitted ``emitted`` tokens, of which the first ``predicted_hits`` were
-        predicted."""
+        """Count a step, drafted or not, of ``emitted`` tokens, of which the first ``predicted_hits`` were predicted."""
         self.predicted_hits = EFFECT_FORGET * self.predicted_hits + predicted_hits
         self.tokens = EFFECT_FORGET * self.tokens + min(predicted_hits + 1, emitted)
 
@@ -269,8 +267,7 @@ class Acceptance:
         return np.asarray(1 + kept_RS.sum(1))
 
     def observe(self, shape: StepShape, effects: Sequence[RequestEffect], outcome: StepOutcome) -> None:
-        """Learn from a step. Requests guided by a predicted text are left out: their acceptance says nothing about the
-        draft."""
+        """Learn from a step, not of requests guided by a predicted text: their acceptance does not show the draft's."""
         self._step += 1
         own = [index for index in range(len(effects)) if index not in outcome.guided]
         for index in own:
