@@ -95,6 +95,7 @@ def test_links(page: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """What links to headings are called."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    assert len({*headings}) == len(headings), f"{page.name} has a heading twice"
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
