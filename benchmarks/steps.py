@@ -199,10 +199,12 @@ def run_shape(args: argparse.Namespace, shape: Shape | None, batches: Sequence[i
     sizes = [size for size in batches if size <= args.max_batch]
     if not sizes:
         return
-    prompts = make_prompts(args, max(sizes))
-    with open_llm(args, shape, max(sizes), cached=args.prompt_tokens >= LONG_PROMPT) as llm:
+    prompts, cached = make_prompts(args, max(sizes)), args.prompt_tokens >= LONG_PROMPT
+    with open_llm(args, shape, max(sizes), cached) as llm:
         for size in sizes:
             figures = measure(llm, prompts[:size], args.new_tokens, args.repeats)
+            if cached:
+                del figures["prefill_seconds"]
             if (experts := experts_read(llm, prompts[:size], shape)) is not None:
                 figures["experts_read"] = experts
             floor = read_ms(llm, shape, size, args.prompt_tokens + args.new_tokens // 2, experts)
