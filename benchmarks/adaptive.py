@@ -95,7 +95,7 @@ def adaptive_llm(
     ):
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
-        policies |= {spelled(each): StaticShapes(each, padding) for each in fixed}
+        policies |= {spelled(each): StaticShapes(each, padding) for each in fixed if each}
         yield llm, policies | {"adaptive": scheduler_of(llm).policy}
 
 

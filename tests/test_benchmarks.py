@@ -29,6 +29,7 @@ from benchmarks.shapes import write_shape
 from benchmarks.trace import Event, bars, lines, own_times, parts, waterfall_picture
 from specserve import SamplingParams
 from specserve.config.paths import BUNDLED_MODEL
+from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.read_config import load_model_config
 from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
 from tests.reference.draft_models import make_eagle3
@@ -223,6 +224,12 @@ def test_the_floor_of_experts_is_those_that_were_read(tmp_path: Path) -> None:
     assert (everything - two, four - two) == pytest.approx(
         (layers * 30 * each / 4.4e9, layers * 2 * each / 4.4e9)
     )
+
+
+def test_of_a_weight_with_a_copy_the_copy_is_read() -> None:
+    with torch.device("meta"):
+        copied = QuantizedLinear(Linear(256, 64, bias=False), torch.int8)
+    assert weights.size_of(torch.nn.ModuleList([copied])) == 64 * (256 + 4 * 256 // 128)
 
 
 def test_what_bytes_allow() -> None:

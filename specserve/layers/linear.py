@@ -195,7 +195,7 @@ class QuantizedLinear(Projection):
 
     def __init__(self, plain: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._plain, self.shares_inputs = plain, plain.shares_inputs
+        self.plain, self.shares_inputs = plain, plain.shares_inputs
         weight_OI, scale_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("scale_OG", scale_OG, persistent=False)
@@ -214,13 +214,13 @@ class QuantizedLinear(Projection):
         return found if out is None else out.copy_(found)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
-        return self._plain.rows_from(start)
+        return self.plain.rows_from(start)
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
         return self._multiply(start, x_TI, None)
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self._plain.rows(ids_R)
+        return self.plain.rows(ids_R)
 
     def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: Gate) -> Tensor:
         plain_OI, bias_O = self.rows_from(start)
