@@ -125,9 +125,9 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
         if "sem='acq_rel'" in line
     ]
     assert sorted(found) == [
+        ("_attend_half", "barrier()"),
         ("_attend_kernel", "tl.debug_barrier()"),
         ("_down_kernel", "tl.debug_barrier()"),
-        ("_latents_kernel", "barrier()"),
         ("_multiply_floats", "barrier()"),
         ("_route_kernel", "tl.debug_barrier()"),
         ("_route_kernel", "tl.debug_barrier()"),

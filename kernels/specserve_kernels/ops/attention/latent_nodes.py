@@ -398,7 +398,7 @@ def _hide(latent, rows):
 
 
 @gluon.jit
-def _multiply(
+def _attend_half(
     half: gl.constexpr, tensors, sizes, shared, barriers, FORM: gl.constexpr, KV_START: gl.constexpr
 ):
     """Multiply weights by half of the values' columns. The first group makes the weights, for both."""
@@ -592,8 +592,8 @@ def _multiply(
                 mbarrier.arrive(unused)
             if not PROMPT:  # noqa: SIM102
                 if run < units:
-                    barrier()
                     ticket = tickets + (slot * ((nodes * HEADS + R - 1) // R) + tile) * 2 + half
+                    barrier()
                     if gl.atomic_add(ticket, run, sem="acq_rel", scope="gpu") + run == units:
                         gl.store(ticket, 0)
                         share_end = before // share * share + share
@@ -807,8 +807,8 @@ def _latents_kernel(
     given = (q_desc, cache_desc, cache, pages_BM, length, q_start, listed, pack_TC, strides, sizes, boxes)
     gl.warp_specialize(
         [
-            (_multiply, (0, tensors, sizes, shared, barriers, FORM, KV_START)),
-            (_multiply, (1, tensors, sizes, shared, barriers, FORM, KV_START)),
+            (_attend_half, (0, tensors, sizes, shared, barriers, FORM, KV_START)),
+            (_attend_half, (1, tensors, sizes, shared, barriers, FORM, KV_START)),
             (_bring, (0, given, barriers, FORM, PAGE)),
             (_bring, (1, given, barriers, FORM, PAGE)),
             (_bring, (2, given, barriers, FORM, PAGE)),
