@@ -119,8 +119,8 @@ def _is_text(line: ast.Expr) -> bool:
 def test_parts_are_stored_before_a_ticket_says_so() -> None:
     """By all threads of the program: a barrier stands right before each ticket."""
     found = [
-        (name, before.strip())
-        for name, node in compiled().items()
+        (node.name, before.strip())
+        for node in functions()
         for before, line in pairwise(ast.unparse(node).splitlines())
         if "sem='acq_rel'" in line
     ]
