@@ -151,7 +151,7 @@ class Memory:
             self.cache.evict(pages - self.allocator.free)
 
     def held(self, cached: int) -> int:
-        """Return how far windows reach if a prompt, of which ``cached`` tokens are, takes what its steps will hold."""
+        """Return how far a prompt's windows reach when, after ``cached`` tokens, it holds what its steps will."""
         window, size = self.windows[-1], self.page_size
         return first_page(window, cached, size) * size + (window or 0) + size - 1
 

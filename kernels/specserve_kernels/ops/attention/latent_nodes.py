@@ -74,8 +74,8 @@ _SHARED = gl.constexpr(_BOXES)
 
 def takes(q_TND: Tensor, cache: Tensor, latent: int, slots: int, nodes: int, wide: bool = False) -> bool:
     """Return whether ``attend_latents`` takes these queries and rows, of layers without a window, sinks or a cap, and
-    is faster than ``attention`` and ``prefill`` for at most so many nodes of each slot, of trees or prompts if
-    ``wide``."""
+    is faster than ``attention`` and ``prefill`` for at most so many nodes of each slot. ``wide``: of trees or
+    prompts."""
     rows, processors = nodes * q_TND.shape[1], limits_of(q_TND.device).processors
     return (
         (latent, q_TND.shape[2]) == (RANK, RANK + ROTATED)
@@ -92,8 +92,8 @@ def takes(q_TND: Tensor, cache: Tensor, latent: int, slots: int, nodes: int, wid
 
 
 def rows_of(rows: int, slots: int, processors: int) -> int:
-    """Return the rows of a tile, for at most so many of a slot. Where there are few tiles, merging is fast that has few
-    rows."""
+    """Return the rows of a tile, for at most so many of a slot. Few tiles have few rows each, which are merged
+    sooner."""
     return 16 if rows <= 16 or slots * cdiv(rows, 16) <= processors else 32 if rows <= 32 else 64
 
 
