@@ -538,10 +538,9 @@ def _attend_half(
                         split = gl.where(base < FAR, NEAR, FAR)
                         split_ends = ((block - blocks) % groups == 0) & (base % split == 0)
                 split_ends = split_ends | (block == stop_block)
-                # The next block's scores, after the last block without meaning, are computed meanwhile. Few rows wait
-                # for copies: there is room for one more before they wait for the next.
+                # The next block's scores, after the last block without meaning, are computed meanwhile.
                 bar, turn, more = full.index(number % _STAGES), number // _STAGES & 1, block < stop_block
-                if half == 0 and not FEW:
+                if half == 0:
                     mbarrier.wait(bar, turn, pred=more)
                     scores = _score(queries, q_rope, latents, ropes, number % _STAGES, no_scores, R, TREE)
                     sums, values = warpgroup_mma_wait(3, [sums, values])
@@ -549,9 +548,6 @@ def _attend_half(
                     sums, values = warpgroup_mma_wait(0, [sums, values])
                 barrier()
                 mbarrier.arrive(empty.index(stage))
-                if half == 0 and FEW:
-                    mbarrier.wait(bar, turn, pred=more)
-                    scores = _score(queries, q_rope, latents, ropes, number % _STAGES, no_scores, R, TREE)
                 if split_ends:
                     sum_R = gl.convert_layout(gl.max(sums, AXIS), OF_ROWS)
                     all_top_R, earlier_R, later_R = _factors(all_top_R, top_R)
