@@ -87,6 +87,7 @@ def adaptive_llm(
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "max_running_requests": batch,
+        "speculative_token_map": args.token_map,
     } | eagle3_settings(ADAPTIVE, args.eagle3)
     with (
         patch.object(specserve.process.assemble, "shape_plan", wider),

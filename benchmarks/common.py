@@ -104,6 +104,7 @@ def load_options(description: str | None, quantization: bool = False) -> argpars
         default=str(BUNDLED_DRAFTS["EAGLE3"]),
         help="directory of its EAGLE-3 draft, or its own, whose layer drafts",
     )
+    parser.add_argument("--token-map", help="as --speculative-token-map")
     parser.add_argument("--dtype", default="auto")
     if quantization:
         parser.add_argument(
@@ -181,6 +182,7 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int, cached: 
     settings = eagle3_settings(shape, args.eagle3)
     if settings:
         settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
+        settings["speculative_token_map"] = getattr(args, "token_map", None)
     return LLM(
         args.model,
         dtype=args.dtype,
