@@ -712,7 +712,8 @@ def main() -> None:
         for tokens in (1, 40, 64, 400):
             launch_experts(tokens)
         launch_packed_experts(4)
-        launch_packed_experts(8, slice(5, 6), 16)  # MXFP4, in enough tiles
+        for tokens in (8, 256):
+            launch_packed_experts(tokens, slice(4, 6), 16)  # with zero points, and MXFP4 in enough tiles
         launch_recurrent(torch.float32)
         launch_recurrent(torch.bfloat16, block=32)
         for tokens in (64, 256, 512):

@@ -193,7 +193,7 @@ def _launch(
     if isinstance(weight, Packed):
         assert weight.stacked or weight.floats or weight.bits == 8
         if streams(weight, x, width, tile, few=tiles <= FEW_TILES):
-            return x, *streamed(weight, gates)
+            return x, *streamed(weight, tile, gates)
         blocks = packed_blocks_for(tile, tiles, weight.floats, x.element_size())
     else:
         blocks = blocks_for(tile, x.element_size())

@@ -1,8 +1,9 @@
-"""Experts of 4 bits on Hopper, for tiles of few pairs. Shapes, arguments and bits are those of ``experts``.
+"""Experts of 4 bits on Hopper, for tiles of up to 64 pairs. Shapes, arguments and bits are those of ``experts``.
 
-With few pairs, making numbers of what is read takes most of the time. Here four warps have two blocks of 64 rows, of
-gates and of what they gate, or neighbours, and make one block's numbers while tensor cores multiply the other's. They
-meet once in a chunk of 256 inputs, and ask for chunks ahead: those of outputs ask for weights before they wait.
+Making numbers of what is read takes most of the time. Here four warps have two blocks of 64 rows, of gates and of what
+they gate, or neighbours, and make one block's numbers while tensor cores multiply the other's. They meet in each chunk
+of 256 inputs, and ask for chunks ahead: those of outputs ask for weights before they wait. A tile that is at most half
+full is multiplied as half a tile.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from specserve_kernels.ops.linear.packed import words_of
 from specserve_kernels.ops.pdl import INTERPRETED, load_settled
 from specserve_kernels.reference.linear.packed import STEP, Packed
 
-OF_FLOATS = {"STAGES": 2, "maxnreg": 168}  # with which three programs have room on a multiprocessor
-OF_INTEGERS = {"STAGES": 3, "maxnreg": None}
+# By pairs of a tile: stages, parts of a step, and most registers of a thread, 168 where three programs have room.
+OF_FLOATS = {16: (2, 1, 168), 32: (2, 2, 168), 64: (2, 2, None)}
+OF_INTEGERS = {16: (3, 1, None), 32: (3, 1, None), 64: (2, 2, None)}
 _GROUP = 32  # inputs of a scale of floats
 _STEP = gl.constexpr(STEP)
 _CHUNK, _WORDS = gl.constexpr(2 * STEP), gl.constexpr(STEP // 4)  # inputs asked for at once, and their words
-_INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # as asked for
+_INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as asked for
 _OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # as added
 # Their names in Triton 3.9, and in 3.6.
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -53,14 +55,21 @@ def streams(weight: Packed, x: Tensor, outputs: int, tile: int, few: bool) -> bo
     if INTERPRETED or capability_of(x.device)[0] != HOPPER or weight.bits != 4 or weight.step != STEP:
         return False
     if weight.floats:
-        chosen = weight.floats == _GROUP and tile == 16 and not few
+        chosen = weight.floats == _GROUP and tile in OF_FLOATS and not few
     else:
-        chosen = weight.grouped and weight.rows == 1 and weight.scale_WSN.element_size() == 2 and tile <= 32
+        chosen = (
+            tile in OF_INTEGERS
+            and weight.grouped
+            and weight.rows == 1
+            and weight.scale_WSN.element_size() == 2
+        )
     aligned = copies(x) and x.stride(0) % 16 == 0 and x.shape[1] % 8 == 0 and outputs % 8 == 0
     return chosen and aligned and x.element_size() == 2 and outputs >= 2 * ROWS_EACH.value
 
 
-def streamed(weight: Packed, gates: bool) -> tuple[Any, tuple[Tensor | None, ...], dict[str, Any], int]:
+def streamed(
+    weight: Packed, tile: int, gates: bool
+) -> tuple[Any, tuple[Tensor | None, ...], dict[str, Any], int]:
     """Return a kernel, its weight's numbers, scales, zero points and units, its constants, and the outputs of a
     program."""
     scale, zero = weight.scale_WSN, weight.zero_WON
@@ -71,7 +80,14 @@ def streamed(weight: Packed, gates: bool) -> tuple[Any, tuple[Tensor | None, ...
         weight.unit_O,
     )
     kind = "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")
-    options = {"SCALE": getattr(gl, kind), "num_warps": 4, **(OF_FLOATS if weight.floats else OF_INTEGERS)}
+    stages, parts, registers = (OF_FLOATS if weight.floats else OF_INTEGERS)[tile]
+    options = {
+        "SCALE": getattr(gl, kind),
+        "STAGES": stages,
+        "PARTS": parts,
+        "num_warps": 4,
+        "maxnreg": registers,
+    }
     if gates:
         return streamed_gate_up_kernel, tensors, options, ROWS_EACH.value
     return streamed_down_kernel, tensors, options, 2 * ROWS_EACH.value
@@ -99,10 +115,10 @@ def streamed_gate_up_kernel(
     BLOCK_P: gl.constexpr,
     SCALE: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_P, 16])
-    FORMAT: gl.constexpr = (OWN * 2 * I, H, SCALE, zero_ptr is not None, STAGES)
+    FORMAT: gl.constexpr = (OWN * 2 * I, H, SCALE, zero_ptr is not None, STAGES, PARTS)
     if OVERLAP:
         begin_after_last()
     tile_ptrs = tile_ptr + gl.program_id(0) * 3
@@ -110,18 +126,10 @@ def streamed_gate_up_kernel(
     if is_own(expert, E, OWN):
         first_o = gl.minimum(gl.program_id(1) * ROWS_EACH, I - ROWS_EACH)
         row = expert * (2 * I) + first_o
-        stored, room = (values_ptr, scale_ptr, zero_ptr, row, row + I), _room(x_ptr, BLOCK_P, FORMAT)
+        stored, room = (values_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr, row, row + I), _room(FORMAT)
         _ask_first_weights(stored, room, FORMAT)
-        p = first + gl.arange(0, BLOCK_P, gl.SliceLayout(1, _INPUTS))
-        token = gl.load(order_ptr + p, mask=p < end, other=0) // K
-        gate, up = _sums(x_ptr + token.to(gl.int64) * stride, p < end, stored, room, MMA, FORMAT)
-        gate = _results(gate, unit_ptr, bias_ptr, row)
-        up = _results(up, unit_ptr, bias_ptr, row + I)
-        o = first_o + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, MMA))
-        q = first + gl.arange(0, BLOCK_P, gl.SliceLayout(0, MMA))
-        dtype: gl.constexpr = out_ptr.dtype.element_ty
-        out_ptrs = out_ptr + q.to(gl.int64)[None, :] * I + o[:, None]
-        gl.store(out_ptrs, activate(gate.to(dtype), up.to(dtype), GATED), mask=(q < end)[None, :])
+        tile = x_ptr, out_ptr, order_ptr, stride, first, end, first_o
+        _store_products(tile, stored, room, GATED, K, I, BLOCK_P, FORMAT)
 
 
 @gluon.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles", "first_expert"])
@@ -153,30 +161,25 @@ def streamed_down_kernel(
     BLOCK_P: gl.constexpr,
     SCALE: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Finds its tile and asks for weights before it waits. The last block of outputs begins within the one before."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_P, 16])
-    FORMAT: gl.constexpr = (OWN * H, I, SCALE, zero_ptr is not None, STAGES)
+    FORMAT: gl.constexpr = (OWN * H, I, SCALE, zero_ptr is not None, STAGES, PARTS)
     tile_ptrs = tile_ptr + gl.program_id(0) * 3
     known = load_settled(tile_ptrs, True, 0)
     first, end = load_settled(tile_ptrs + 1, True, 0), load_settled(tile_ptrs + 2, True, 0)
     expert, first_o = known - first_expert, gl.minimum(gl.program_id(1) * 2 * ROWS_EACH, H - 2 * ROWS_EACH)
     row = expert * H + first_o
-    stored, room = (values_ptr, scale_ptr, zero_ptr, row, row + ROWS_EACH), _room(inner_ptr, BLOCK_P, FORMAT)
+    stored = values_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr, row, row + ROWS_EACH
+    room = _room(FORMAT)
     if is_own(expert, E, OWN):
         _ask_first_weights(stored, room, FORMAT)
     if OVERLAP:
         begin_after_last()
     if is_own(expert, E, OWN):
-        p = first + gl.arange(0, BLOCK_P, gl.SliceLayout(1, _INPUTS))
-        sums, sums2 = _sums(inner_ptr + p.to(gl.int64) * stride, p < end, stored, room, MMA, FORMAT)
-        q = first + gl.arange(0, BLOCK_P, gl.SliceLayout(0, MMA))
-        pair = gl.load(order_ptr + q, mask=q < end, other=0).to(gl.int64)
-        o = first_o + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, MMA))
-        made_ptrs, here = made_ptr + pair[None, :] * H + o[:, None], (q < end)[None, :]
-        gl.store(made_ptrs, _results(sums, unit_ptr, bias_ptr, row), mask=here)
-        gl.store(made_ptrs + ROWS_EACH, _results(sums2, unit_ptr, bias_ptr, row + ROWS_EACH), mask=here)
+        tile = inner_ptr, made_ptr, order_ptr, stride, first, end, first_o
+        _store_products(tile, stored, room, None, K, H, BLOCK_P, FORMAT)
     if ADDED and known < E:
         used = gl.load(tile_ptr + tiles * 3)
         barrier()
@@ -191,8 +194,41 @@ def streamed_down_kernel(
 
 
 @gluon.jit
-def _results(sums, unit_ptr, bias_ptr, row):
+def _store_products(
+    tile,
+    stored,
+    room,
+    GATED: gl.constexpr,
+    K: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BLOCK_P: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """Store a tile's inner states, or without ``GATED`` its outputs."""
+    x_ptr, out_ptr, order_ptr, stride, first, end, first_o = tile
+    if BLOCK_P > 16 and end - first <= BLOCK_P // 2:
+        _store_products(tile, stored, room, GATED, K, WIDTH, BLOCK_P // 2, FORMAT)
+    else:
+        p = first + gl.arange(0, BLOCK_P, gl.SliceLayout(1, _INPUTS))
+        read = p if GATED is None else gl.load(order_ptr + p, mask=p < end, other=0) // K
+        sums, sums2 = _sums(x_ptr + read.to(gl.int64) * stride, p < end, stored, room, FORMAT)
+        sums, sums2 = _results(sums, stored, stored[5]), _results(sums2, stored, stored[6])
+        q = first + gl.arange(0, BLOCK_P, gl.SliceLayout(0, sums.type.layout))
+        made = gl.load(order_ptr + q, mask=q < end, other=0) if GATED is None else q
+        o = first_o + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, sums.type.layout))
+        out_ptrs, here = out_ptr + made.to(gl.int64)[None, :] * WIDTH + o[:, None], (q < end)[None, :]
+        if GATED is None:
+            gl.store(out_ptrs, sums, mask=here)
+            gl.store(out_ptrs + ROWS_EACH, sums2, mask=here)
+        else:
+            dtype: gl.constexpr = out_ptr.dtype.element_ty
+            gl.store(out_ptrs, activate(sums.to(dtype), sums2.to(dtype), GATED), mask=here)
+
+
+@gluon.jit
+def _results(sums, stored, row):
     """Multiply the sums of rows from ``row`` on by their units, and add their biases."""
+    _, _, _, unit_ptr, bias_ptr, _, _ = stored
     rows = row + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, sums.type.layout))
     if unit_ptr is not None:
         sums = sums * gl.load(unit_ptr + rows)[:, None]
@@ -202,17 +238,15 @@ def _results(sums, unit_ptr, bias_ptr, row):
 
 
 @gluon.jit
-def _room(x_ptr, BLOCK_P: gl.constexpr, FORMAT: gl.constexpr):
-    """Return shared memory for chunks: of inputs, numbers of both blocks, and two words of each row."""
+def _room(FORMAT: gl.constexpr):
+    """Return shared memory for chunks: numbers of both blocks, and two words of each row."""
     STAGES: gl.constexpr = FORMAT[4]
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    INPUTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_P, _CHUNK], INPUTS)
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS_EACH, _WORDS], NUMBERS)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS_EACH], PLAIN)
     more = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS_EACH], PLAIN)
-    return x, values, words, more
+    return values, words, more
 
 
 @gluon.jit
@@ -232,14 +266,15 @@ def _ask_weights(stored, room, chunk, FORMAT: gl.constexpr):
     WIDTH: gl.constexpr = (LAST + 1) * (_STEP // 8)
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    values_ptr, scale_ptr, zero_ptr, row, row2 = stored
-    _, values, words, more = room
+    values_ptr, scale_ptr, zero_ptr, _, _, row, row2 = stored
+    values, words, more = room
     slot = chunk % FORMAT[4]
     r = gl.arange(0, 2 * ROWS_EACH, gl.SliceLayout(1, COPY))
-    at = chunk * _WORDS + gl.arange(0, _WORDS, gl.SliceLayout(0, COPY))
-    rows = (gl.where(r < ROWS_EACH, row, row2 - ROWS_EACH) + r).to(gl.int64)
-    values_ptrs = values_ptr + rows[:, None] * WIDTH + at[None, :]
-    _copy(values.index(slot), values_ptrs, mask=(at < WIDTH)[None, :])
+    at = gl.arange(0, _WORDS, gl.SliceLayout(0, COPY))
+    begin = gl.where(r < ROWS_EACH, row, row2).to(gl.int64) * WIDTH
+    offsets = begin[:, None] + ((r % ROWS_EACH).to(gl.int64)[:, None] * WIDTH + at[None, :])
+    there = (at < WIDTH - chunk * _WORDS)[None, :]
+    _copy(values.index(slot), values_ptr + chunk * _WORDS + offsets, mask=there)
     s = gl.arange(0, 2 * ROWS_EACH, EACH)
     rows = gl.where(s < ROWS_EACH, row, row2 - ROWS_EACH) + s
     rows = gl.max_contiguous(gl.multiple_of(rows, [4]), [4])  # those of each block, which begin at multiples
@@ -253,92 +288,119 @@ def _ask_weights(stored, room, chunk, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _ask_inputs(row_ptrs, here, room, chunk, FORMAT: gl.constexpr):
-    i = chunk * _CHUNK + gl.arange(0, _CHUNK, gl.SliceLayout(0, _INPUTS))
-    mask = here[:, None] & (i < FORMAT[1])[None, :]
-    _copy(room[0].index(chunk % FORMAT[4]), row_ptrs[:, None] + i[None, :], mask=mask)
+def _ask_inputs(row_ptrs, here, inputs, chunk, FORMAT: gl.constexpr):
+    i, first = gl.arange(0, _CHUNK, gl.SliceLayout(0, _INPUTS)), chunk * _CHUNK
+    mask = here[:, None] & (i < FORMAT[1] - first)[None, :]
+    _copy(inputs.index(chunk % FORMAT[4]), (row_ptrs + first)[:, None] + i[None, :], mask=mask)
 
 
 @gluon.jit
-def _sums(row_ptrs, here, stored, room, MMA: gl.constexpr, FORMAT: gl.constexpr):
+def _sums(row_ptrs, here, stored, room, FORMAT: gl.constexpr):
     """Return the products of a tile's inputs and the rows of both blocks. Their first weights are asked for."""
     STAGES: gl.constexpr = FORMAT[4]
+    STEPS: gl.constexpr = (FORMAT[1] + _STEP - 1) // _STEP
+    PAIRS: gl.constexpr = row_ptrs.shape[0]
+    INPUTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIRS, 16])
+    inputs = gl.allocate_shared_memory(row_ptrs.dtype.element_ty, [STAGES, PAIRS, _CHUNK], INPUTS)
     for chunk in gl.static_range(STAGES - 1):
-        _ask_inputs(row_ptrs, here, room, chunk, FORMAT)
+        _ask_inputs(row_ptrs, here, inputs, chunk, FORMAT)
         async_copy.commit_group()
-    nothing = gl.zeros([ROWS_EACH, row_ptrs.shape[0]], gl.float32, MMA)
-    sums, sums2 = nothing, nothing
-    for chunk in range((FORMAT[1] + _CHUNK - 1) // _CHUNK):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        barrier()
-        slot = chunk % STAGES
-        _ask_weights(stored, room, chunk + (STAGES - 1), FORMAT)
-        _ask_inputs(row_ptrs, here, room, chunk + (STAGES - 1), FORMAT)
-        async_copy.commit_group()
-        x = room[0].index(slot)
-        x0, x1 = x.slice(0, _STEP, dim=1).permute((1, 0)), x.slice(_STEP, _STEP, dim=1).permute((1, 0))
-        block, block2 = _read(room, slot, 0, MMA, FORMAT), _read(room, slot, ROWS_EACH, MMA, FORMAT)
-        product, weight = _multiply(block, x0, nothing, chunk, 0, FORMAT)
-        product2, weight2 = _multiply(block2, x0, nothing, chunk, 0, FORMAT)
-        product, weight = warpgroup_mma_wait(1, [product, weight])
-        sums = _added(product, block, sums, 0, FORMAT)
-        product, weight = _multiply(block, x1, nothing, chunk, 1, FORMAT)
-        product2, weight2 = warpgroup_mma_wait(1, [product2, weight2])
-        sums2 = _added(product2, block2, sums2, 0, FORMAT)
-        product2, weight2 = _multiply(block2, x1, nothing, chunk, 1, FORMAT)
-        product, weight = warpgroup_mma_wait(1, [product, weight])
-        sums = _added(product, block, sums, 1, FORMAT)
-        product2, weight2 = warpgroup_mma_wait(0, [product2, weight2])
-        sums2 = _added(product2, block2, sums2, 1, FORMAT)
+    nothing = gl.zeros([ROWS_EACH, PAIRS], gl.float32, MMA)
+    sums, asked = (nothing, nothing), (row_ptrs, here, stored, room, inputs)
+    for chunk in range(STEPS // 2):
+        sums = _add_chunk(sums, asked, chunk, 2, FORMAT)
+    if STEPS % 2:
+        sums = _add_chunk(sums, asked, STEPS // 2, 1, FORMAT)
     async_copy.wait_group(0)
-    return sums, sums2
+    return sums
 
 
 @gluon.jit
-def _read(room, slot, begin: gl.constexpr, MMA: gl.constexpr, FORMAT: gl.constexpr):
-    """Return a block's words of both steps, each ``[64, 16]``, in the threads that multiply them, and its rows' words
-    of scales and zero points, or scales of floats."""
+def _add_chunk(both, asked, chunk, HALVES: gl.constexpr, FORMAT: gl.constexpr):
+    """Add the products of a chunk's steps, of which the last chunk may have one."""
+    STAGES: gl.constexpr = FORMAT[4]
+    PARTS: gl.constexpr = FORMAT[5]
+    sums, sums2 = both
+    row_ptrs, here, stored, room, inputs = asked
+    nothing = gl.zeros_like(sums)
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    if HALVES == 2:
+        _ask_weights(stored, room, chunk + (STAGES - 1), FORMAT)
+        _ask_inputs(row_ptrs, here, inputs, chunk + (STAGES - 1), FORMAT)
+        async_copy.commit_group()
+    barrier()
+    slot = chunk % STAGES
+    block2, product2, weight2 = None, None, None
+    for half in gl.static_range(HALVES):
+        for part in gl.static_range(PARTS):
+            x = inputs.index(slot).slice(half * _STEP + part * (_STEP // PARTS), _STEP // PARTS, dim=1)
+            if part == 0:
+                block, product = _read(room, slot, chunk, 0, half, sums, FORMAT), nothing
+            product, weight = _multiply(block, x, product, part, FORMAT)
+            if half + part:
+                product2, weight2 = warpgroup_mma_wait(1, [product2, weight2])
+            if part == 0:
+                if half:
+                    sums2 = _added(product2, block2, sums2, 0, FORMAT)
+                block2, product2 = _read(room, slot, chunk, ROWS_EACH, half, sums, FORMAT), nothing
+            product2, weight2 = _multiply(block2, x, product2, part, FORMAT)
+            product, weight = warpgroup_mma_wait(1, [product, weight])
+        sums = _added(product, block, sums, half, FORMAT)
+    product2, weight2 = warpgroup_mma_wait(0, [product2, weight2])
+    return sums, _added(product2, block2, sums2, HALVES - 1, FORMAT)
+
+
+@gluon.jit
+def _read(room, slot, chunk, begin: gl.constexpr, half: gl.constexpr, sums, FORMAT: gl.constexpr):
+    """Return a block's words of a step, ``[64, 16]``, in the threads that multiply them, and its rows' words of scales
+    and zero points, or scales of floats."""
+    FLOATS: gl.constexpr = FORMAT[2] == gl.int32
     OWN: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 16], [8, 0]],
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[ROWS_EACH.value, _WORDS.value],
+        shape=[ROWS_EACH.value, _WORDS.value // 2],
     )
-    FLOATS: gl.constexpr = FORMAT[2] == gl.int32
-    ZEROS: gl.constexpr = FORMAT[3]
-    _, values, words, more = room
-    both = gl.reshape(values.index(slot).slice(begin, ROWS_EACH).load(OWN), (ROWS_EACH, 2, _WORDS // 2))
-    first, last = gl.split(gl.permute(both, (0, 2, 1)))
+    values, words, more = room
+    block = values.index(slot).slice(begin, ROWS_EACH)
+    block = block.slice(half * (_WORDS // 2), _WORDS // 2, dim=1).load(OWN)
     ROWS: gl.constexpr = gl.SliceLayout(
-        1, gl.SliceLayout(2, gl.reshape(first, (ROWS_EACH, 4, 4)).type.layout)
+        1, gl.SliceLayout(2, gl.reshape(block, (ROWS_EACH, 4, 4)).type.layout)
     )
-    word = words.index(slot).slice(begin, ROWS_EACH).load(ROWS if FLOATS else gl.SliceLayout(1, MMA))
-    if FLOATS or ZEROS:
-        return first, last, word, more.index(slot).slice(begin, ROWS_EACH).load(ROWS)
+    if FLOATS:
+        word = (more if half else words).index(slot).slice(begin, ROWS_EACH).load(ROWS)
+        return block, word, word
     else:
-        return first, last, word, gl.full([ROWS_EACH], 8, gl.int32, ROWS)
+        word = words.index(slot).slice(begin, ROWS_EACH).load(gl.SliceLayout(1, sums.type.layout))
+        if FORMAT[3]:
+            zero = more.index(slot).slice(begin, ROWS_EACH).load(ROWS) >> ((chunk % 2 * 2 + half) * 8) & 255
+            return block, word, zero
+        else:
+            return block, word, gl.full([ROWS_EACH], 8, gl.int32, ROWS)
 
 
 @gluon.jit
-def _multiply(block, x, nothing, chunk, half: gl.constexpr, FORMAT: gl.constexpr):
-    """Begin a step's products, without units and groups' scales of integers. Return them and the weight, which they
-    read until they end."""
-    first, last, word, more = block
-    words = last if half else first
+def _multiply(block, x, product, part: gl.constexpr, FORMAT: gl.constexpr):
+    """Begin a part of a step's products, without units and groups' scales of integers; the first from zero. Return them
+    and the weight, which they read until they end."""
+    PARTS: gl.constexpr = FORMAT[5]
+    words, _, more = block
+    if PARTS == 2:
+        parts = gl.split(gl.permute(gl.reshape(words, (ROWS_EACH, 4, 2, 2)), (0, 1, 3, 2)))
+        words = gl.reshape(parts[part], (ROWS_EACH, 8))
+    LAYOUT: gl.constexpr = gl.reshape(words, (ROWS_EACH, 4, 4 // PARTS)).type.layout
+    more = gl.convert_layout(more, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     if FORMAT[2] == gl.int32:
-        LAYOUT: gl.constexpr = gl.reshape(words, (ROWS_EACH, 4, 4)).type.layout
-        place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-        factor = factors((more if half else word)[:, None], place, x.dtype)
+        place = gl.arange(0, 4 // PARTS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+        factor = factors(more[:, None], part * (4 // PARTS) + place, x.dtype)
         weight = weight_by(words, factor, factor, x.dtype)
-    elif FORMAT[3]:
-        zero = more >> ((chunk % 2 * 2 + half) * 8) & 255
-        weight = weight_of_nibbles(words, zero, True, x.dtype)
     else:
-        weight = weight_of_nibbles(words, more, False, x.dtype)
-    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, nothing.type.layout, 2), assert_trivial=True)
-    return warpgroup_mma(weight, x, nothing, use_acc=False, is_async=True), weight
+        weight = weight_of_nibbles(words, more, FORMAT[3], x.dtype)
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, product.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(weight, x.permute((1, 0)), product, use_acc=part > 0, is_async=True), weight
 
 
 @gluon.jit
@@ -347,4 +409,4 @@ def _added(product, block, sums, half: gl.constexpr, FORMAT: gl.constexpr):
     if FORMAT[2] == gl.int32:
         return gl.fma(product, gl.full_like(sums, 1.0), sums)
     else:
-        return add_scaled(product, scale_of(block[2], half, FORMAT[2]), sums)
+        return add_scaled(product, scale_of(block[1], half, FORMAT[2]), sums)

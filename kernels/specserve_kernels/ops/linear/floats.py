@@ -64,7 +64,7 @@ def weight_by(words, low, high, dtype: tl.constexpr):
     """Return the weight, of two groups' ``factors`` for each of a thread's words."""
     ROWS: tl.constexpr = words.shape[0]
     PAIRED: tl.constexpr = _COMPILED and dtype.primitive_bitwidth == 16
-    words = tl.reshape(words, (ROWS, 4, 4))
+    words = tl.reshape(words, (ROWS, 4, words.shape[1] // 4))
     low, high = tl.broadcast_to(low, words.shape), tl.broadcast_to(high, words.shape)
     if PAIRED:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -81,7 +81,7 @@ def weight_by(words, low, high, dtype: tl.constexpr):
         e, f = _number(words, high, 2, 0), _number(words, high, 2, 16)
         g, h = _number(words, high, 3, 0), _number(words, high, 3, 16)
     halves = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
-    ordered = tl.reshape(tl.permute(halves, (0, 2, 5, 4, 1, 3)), (ROWS, 128))
+    ordered = tl.reshape(tl.permute(halves, (0, 2, 5, 4, 1, 3)), (ROWS, 8 * words.shape[1] * words.shape[2]))
     return ordered.to(dtype, bitcast=True) if PAIRED else ordered.to(dtype)
 
 
