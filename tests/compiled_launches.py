@@ -47,7 +47,7 @@ from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.ranks.exchange import join_parts, pick_rows, sum_parts
-from specserve_kernels.ops.recurrent.delta_rule import delta_nodes, delta_prompts, fold_states
+from specserve_kernels.ops.recurrent.delta_rule import TILE, delta_nodes, delta_prompts, fold_states
 from specserve_kernels.ops.recurrent.inputs import cut_paths, delta_inputs, keep_last, trace_back
 from specserve_kernels.reference.experts.experts import ExpertWeights
 from specserve_kernels.reference.experts.route import Routing
@@ -136,7 +136,8 @@ READ_EARLY = {
     "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
     "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
     "_grow_kernel": {"length_ptr"},
-    "_delta_kernel": {"rows_ptr", "length_ptr", "q_start", "state_ptr", "kept_key", "kept_value"},
+    "_delta_kernel": {"rows_ptr", "length_ptr", "q_start"},
+    "_steps_kernel": {"rows_ptr", "length_ptr", "q_start", "state_ptr", "kept_key", "kept_value"},
     "_inputs_kernel": {
         *(
             "weight_ptr",
@@ -652,9 +653,9 @@ def launch_packed_experts(tokens: int, kinds: slice = slice(None), count: int = 
         run_experts(x_TH, routes, ExpertWeights(packed, packed), "silu")
 
 
-def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
+def launch_recurrent(state: torch.dtype) -> None:
     """Prompts, trees and commits of a layer of Qwen3.5-9B's heads."""
-    keys, values, size, entries, bf16 = 16, 32, 128, 2 * block, torch.bfloat16
+    keys, values, size, entries, bf16 = 16, 32, 128, 64, torch.bfloat16
     kept = Lagged(
         torch.zeros(3, values, size, size, dtype=state),
         torch.zeros(3, entries, keys, size, dtype=bf16),
@@ -669,8 +670,8 @@ def launch_recurrent(state: torch.dtype, block: int = 16) -> None:
     few_TX, rate_V = torch.zeros(8, 2 * values, dtype=bf16), torch.zeros(values)
     weights = inputs_RWC[0, 0, :, None].repeat(1, 4), *few_TX.chunk(2, 1), rate_V, rate_V
     inputs = delta_inputs(left.input_TC, *weights, inputs_RWC, kept.decay_REV, runs, left)
-    for rule in (delta_nodes, delta_prompts):
-        rule(inputs, kept, runs, left.value_TVU)
+    for rule, longest in ((delta_nodes, 8), (delta_nodes, TILE), (delta_prompts, 8)):
+        rule(inputs, kept, runs._replace(longest=longest), left.value_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
     one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
     path_BS, ends_RX = index_T.view(2, 4), torch.zeros(3, 17, dtype=torch.int64)
@@ -715,7 +716,7 @@ def main() -> None:
         for tokens in (8, 256):
             launch_packed_experts(tokens, slice(4, 6), 16)  # with zero points, and MXFP4 in enough tiles
         launch_recurrent(torch.float32)
-        launch_recurrent(torch.bfloat16, block=32)
+        launch_recurrent(torch.bfloat16)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
         for tokens in (100, 4352):  # whose programs share tiles, and these their last ones

@@ -35,6 +35,7 @@ UNPIPELINED = {
     "linear.specialized._specialized_kernel",  # whose loads are in another loop than its products
     "recurrent.delta_rule._delta_kernel",  # which reads few entries
     "recurrent.delta_rule._fold_kernel",  # which seldom has any
+    "recurrent.delta_steps._steps_kernel",  # which asks for all at once
 }
 PROMPTS = {
     "attention.prefill._prefill_kernel",

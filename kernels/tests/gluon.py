@@ -25,6 +25,12 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.numbers, self.offset + torch.as_tensor(offset).long())
 
+    def __sub__(self, offset: int) -> Pointer:
+        return self + -offset
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.numbers, self.offset[index])
+
     def at(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return offsets, 0 where masked, and the mask."""
         live = torch.ones_like(self.offset, dtype=torch.bool)
@@ -45,8 +51,10 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.tensor.permute(order))
 
-    def reinterpret(self, shape: list[int]) -> Shared:
-        """Blocks of these boxes, a block's columns of boxes one after another."""
+    def reinterpret(self, shape: list[int], layout: Any = None) -> Shared:
+        """A table as another. Or blocks of these boxes, a block's columns of boxes one after another."""
+        if self.tensor.dim() == 2:
+            return Shared(self.tensor.view(shape))
         blocks, (_, rows, columns) = torch.full(shape, torch.nan, dtype=self.dtype), self.tensor.shape
         for block in blocks:
             for part in block.split(columns, 1):
@@ -121,7 +129,7 @@ def specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
 def load(pointer: Pointer, mask: Tensor | None = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
     where, live = pointer.at(mask)
-    return torch.where(live, pointer.numbers[where], torch.tensor(other, dtype=pointer.numbers.dtype))
+    return torch.where(live, pointer.numbers[where], torch.tensor(other or 0, dtype=pointer.numbers.dtype))
 
 
 def store(pointer: Pointer, value: Any, mask: Tensor | None = None) -> None:
@@ -143,6 +151,14 @@ def allocate(dtype: torch.dtype, shape: list[int], _: Any, value: Tensor | None 
 
 def product(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
     return a.tensor.float() @ b.tensor.float() + (sums if use_acc else 0)
+
+
+def where(which: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Pointer):
+        return Pointer(
+            torch.cat([a.numbers, b.numbers]), torch.where(which, a.offset, b.offset + len(a.numbers))
+        )
+    return torch.where(torch.as_tensor(which), torch.as_tensor(a), torch.as_tensor(b))
 
 
 def of_tensors(function: Any) -> Any:
@@ -175,8 +191,8 @@ class Kernel:
     def __init__(self, function: Any, gl: SimpleNamespace) -> None:
         self.function, self.gl = function, gl
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             pointers = [
                 Pointer(each.as_strided((each.untyped_storage().nbytes() // each.element_size(),), (1,), 0))
                 + each.storage_offset()
@@ -184,9 +200,10 @@ class Kernel:
                 else each
                 for each in arguments
             ]
-            self.gl.num_programs = lambda _: torch.tensor(grid[0], dtype=torch.int32)
-            for program in torch.randperm(grid[0], generator=torch.Generator().manual_seed(0)).int():
-                self.gl.program_id = lambda _, program=program: program.clone()
+            self.gl.num_programs = lambda axis: torch.tensor(grid[axis], dtype=torch.int32)
+            programs = torch.cartesian_prod(*(torch.arange(count, dtype=torch.int32) for count in grid))
+            for index in torch.randperm(len(programs), generator=torch.Generator().manual_seed(0)):
+                self.gl.program_id = lambda axis, own=programs[index].view(-1): own[axis].clone()
                 self.function(*pointers, **constants)
 
         return launch
@@ -199,7 +216,9 @@ def on_cpu(module: ModuleType) -> SimpleNamespace:
         constexpr=lambda value: Constant(value) if type(value) is int else value,
         int32=torch.int32, int64=torch.int64, float32=torch.float32,
         arange=lambda start, end, _: torch.arange(start, end, dtype=torch.int32), load=load, store=store,
-        where=lambda which, a, b: torch.where(torch.as_tensor(which), torch.as_tensor(a), torch.as_tensor(b)),
+        where=where, int16=torch.int16, bfloat16=torch.bfloat16, exp=torch.exp, broadcast=torch.broadcast_tensors,
+        multiple_of=lambda x, _: x, dot_fma=lambda a, b, sums: a @ b + sums,
+        DotOperandLayout=nothing, DistributedLinearLayout=nothing,
         maximum=of_tensors(torch.maximum), minimum=of_tensors(torch.minimum), atomic_add=atomic_add,
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype), max=lambda x, axis: x.amax(axis), ceil=torch.ceil,
         associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=x.dtype), exp2=torch.exp2, static_range=range,
@@ -215,14 +234,17 @@ def on_cpu(module: ModuleType) -> SimpleNamespace:
     names: dict[str, Any] = {
         "__name__": module.__name__, "gl": gl, "barrier": nothing, "begin_after_last": nothing,
         "fence_async_shared": nothing, "warpgroup_mma": product,
+        "mma_v2": lambda a, b, sums: a.float() @ b.float() + sums,
         "warpgroup_mma_wait": lambda _, waited: waited[0] if len(waited) == 1 else tuple(waited),
         "async_copy": SimpleNamespace(
-            async_load=lambda into, pointer: into.store(load(pointer)), mbarrier_arrive=nothing,
+            async_load=lambda into, pointer, mask=None, _="": into.store(load(pointer, mask)), mbarrier_arrive=nothing,
+            commit_group=nothing, wait_group=nothing,
         ),
         "mbarrier": barriers, "load_box": barriers.load_box,
         "TensorDescriptor": SimpleNamespace(from_tensor=lambda tensor, shape, _: Box(tensor, shape)),
     }  # fmt: skip
     tree = ast.fix_missing_locations(Plain().visit(ast.parse(Path(str(module.__file__)).read_text())))
     exec(compile(tree, str(module.__file__), "exec"), names)
+    names["load_settled"] = load
     names |= {name: Kernel(names[name], gl) for name in names if name.endswith("_kernel")}
     return SimpleNamespace(names=names, **{name: names[name] for name in names if not name.startswith("__")})

@@ -48,7 +48,7 @@ BEFORE = {
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
 # Weights: ``waits_first`` in ``tests/compiled_launches.py`` checks what.
 COPIES_FIRST = {"_specialized_kernel", "_streamed_kernel", "_latents_kernel"}
-COPIES_FIRST |= {"streamed_gate_up_kernel", "streamed_down_kernel"}
+COPIES_FIRST |= {"streamed_gate_up_kernel", "streamed_down_kernel", "_steps_kernel"}
 ALONE = {"_prefill_kernel"}  # long, and launched as others are, after all that came before it
 
 
@@ -158,8 +158,9 @@ def test_who_reads_before_it_waits() -> None:
         "_rotary_store_kv_kernel": {"position_ptr", "pages_ptr", "place_ptr"},
         "_grow_kernel": {"length_ptr"},
         "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
-        "_delta_kernel": {"rows_ptr", "length_ptr", "q_start", "kept_key", "kept_value"},
-        "_read_state": {"at"},  # of _delta_kernel
+        "_delta_kernel": {"rows_ptr", "length_ptr", "q_start"},
+        "_read_state": {"at"},  # of _delta_kernel, after the wait
+        "_steps_kernel": {"rows_ptr", "length_ptr", "q_start", "state_CX", "from_CX"},
         "_kept_taps": {"rows_ptr", "position_ptr", "back_ptr", "kept"},  # of _inputs_kernel
         "_kept_decays": {"rows_ptr", "position_ptr", "back_ptr", "at_EH"},
         "request_of": {"rows"},

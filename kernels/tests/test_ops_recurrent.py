@@ -20,11 +20,12 @@ from specserve_kernels.reference.recurrent.delta_rule import (
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.tests.gluon import on_cpu
 from tests.bounds import OutOfBounds
 
 pytest.importorskip("triton")
-from specserve_kernels.ops.device import H200
 from specserve_kernels.ops.recurrent import delta_rule as delta_rule_ops
+from specserve_kernels.ops.recurrent import delta_steps as delta_steps_ops
 from specserve_kernels.ops.recurrent import inputs as inputs_ops
 
 reference, ops = (
@@ -56,7 +57,7 @@ class Drawn(NamedTuple):
 TAPS, PAGE = 4, 4
 SMALL = Sizes(4, 2, 4, 6, 5)
 INTERPRETED = Sizes(16, 1, 2, 16, 8)
-WHOLE = Sizes(16, 2, 4, 128, 128)
+WHOLE = Sizes(32, 2, 4, 128, 128)
 
 
 class Layer:
@@ -268,20 +269,44 @@ def test_kernel(state: torch.dtype, begin: int, tolerance: float, monkeypatch: p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("state", "entry", "block"), [(torch.float32, torch.bfloat16, 32), (torch.bfloat16, torch.float32, 16)]
+    ("state", "entry"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )  # each compiles six to eight kernels, for 10 to 20 seconds
-def test_kernel_on_a_gpu(
-    state: torch.dtype, entry: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row against sixteen, trees against chains, folds within a verification against those at commit, programs that
-    are few against those of a larger batch."""
+def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row against sixteen, trees against chains, folds within a verification against those at commit, the kernel of
+    few nodes against that of all."""
     torch.manual_seed(0)
-    processors = cycle((H200.processors, 0))
+    few = cycle((True, False))
     monkeypatch.setattr(inputs_ops, "FEW", 64)
-    monkeypatch.setattr(delta_rule_ops, "limits_of", lambda _: H200._replace(processors=next(processors)))
-    sizes = Sizes(block, WHOLE.keys, WHOLE.values, WHOLE.key, WHOLE.value)
-    layer = Layer(ops, sizes, (state, entry))
+    monkeypatch.setattr(delta_rule_ops, "takes", lambda *given: next(few) and delta_steps_ops.takes(*given))
+    layer = Layer(ops, WHOLE, (state, entry))
     assert check_passes(layer, 200, 0, [1, 16, 17, 100, 200], trees=100, nodes=64) < 5e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "parents"),
+    [
+        (torch.float32, 75, [-1]),
+        (torch.float32, 62, [-1, 0, 1, 1, 3, 2]),
+        (torch.bfloat16, 93, [-1, 0, 1, 0, 2, 4, 3, 6]),
+    ],
+)
+def test_steps_in_gluon(dtype: torch.dtype, length: int, parents: list[int]) -> None:
+    """On a CPU. Trees complete a group and begin a block, without a state before it and with one."""
+    torch.manual_seed(0)
+    steps = on_cpu(delta_steps_ops).delta_steps
+    layer = Layer(reference, Sizes(32, 1, 2, 128, 128), (dtype, torch.bfloat16))
+    state, key, value, decay = layer.kept
+    for table in (key, value, layer.inputs_RWC, *([state] if length >= 64 else [])):
+        table.normal_(std=0.1)
+    decay.uniform_(-0.1, 0)
+    drawn, runs = layer.draw(len(parents)), layer.runs([1], [length], [len(parents)], parents)
+    expected, left = layer.run(drawn, runs, prompts=False)
+    given = lambda inputs, *rest: steps(type(inputs)(*(each.contiguous() for each in inputs)), *rest)  # noqa: E731
+    layer.rule = SimpleNamespace(**vars(reference) | {"delta_nodes": given})
+    found, made = layer.run(drawn, runs, prompts=False)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(made.value_TVU, left.value_TVU, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter finds it")

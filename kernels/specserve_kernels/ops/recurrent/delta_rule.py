@@ -1,7 +1,7 @@
 """The gated delta rule in lagged blocks on a GPU: a program for each run, value head, and part of a value's channels.
 
-A program takes N tokens at a time, whose keys and queries are R rows of one sum. Whatever the pass, a token adds in one
-order:
+A program takes 16 tokens at a time, whose keys and queries are R rows of one sum; ``delta_steps`` takes 8. Whatever the
+pass, a token adds in one order:
 
 1. products of its key or query and the state, by the key's channels, times the state's decay;
 2. to that, entries before the *group* of 16 positions that its own is in, by groups, each the product of two keys (a
@@ -12,7 +12,7 @@ order:
 Of bfloat16, tensor cores add 1, 2 and what is folded into a state, 16 numbers at a time, where zeros change nothing: of
 a float32 the upper and the lower half are added apart. An entry has the same place among the 16 in every pass, its
 position's. Of other types a ``dot`` adds by FMA, one by one. Decays are summed backwards as they are needed. A
-prompt's state lies where it is stored, and is read anew for each N tokens.
+prompt's state lies where it is stored, and is read anew for each 16 tokens.
 
 Shapes as in the reference; R rows, of keys and then of queries; C entries, and S channels of keys, that are added in
 one turn; X channels of a value that a program has.
@@ -28,8 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import INTERPRETED, load_settled, overlap, wait_for_inputs
+from specserve_kernels.ops.recurrent.delta_steps import delta_steps, takes
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
 
 TILE = 16  # most tokens; a block is a multiple
@@ -37,22 +38,19 @@ _TILE, _COMPILED = tl.constexpr(TILE), tl.constexpr(not INTERPRETED)
 _ROWS = tl.constexpr(64)  # whose ends of blocks are looked for at once
 _FOLDED = tl.constexpr(32)  # channels of keys; of 64 there would be other products
 _FOLD = {"X": 64, "num_warps": 4}
-_FEW = {"C": 64, "S": 128, "X": 128, "num_warps": 8}  # programs, which read all at once
-_MANY = {"C": 32, "S": 32, "X": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-_TREES = {"C": 32, "S": 32, "X": 128, "num_warps": 8}
+_PROMPTS = {"C": 32, "S": 32, "X": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+_NODES = {"C": 32, "S": 32, "X": 128, "num_warps": 8}
 _WIDE = {"C": 16, "S": 16, "X": 64, "num_warps": 4}  # of entries that tensor cores do not multiply
-_NODES = 1, 8, TILE  # of a tile, by the most of a run
 
 
 def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
-    at_once = next((each for each in _NODES if runs.longest <= each), TILE)
-    few = len(runs.rows_B) * made_TVU.shape[1] <= limits_of(made_TVU.device).processors
-    parts = _TREES if at_once == TILE else _FEW if few else _MANY
-    return _run(inputs, kept, runs, made_TVU, {"N": at_once, **parts}, prompts=False)
+    if takes(kept, runs):
+        return delta_steps(inputs, kept, runs, made_TVU)
+    return _run(inputs, kept, runs, made_TVU, _NODES, prompts=False)
 
 
 def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
-    return _run(inputs, kept, runs, made_TVU, {"N": TILE, **_MANY}, prompts=True)
+    return _run(inputs, kept, runs, made_TVU, _PROMPTS, prompts=True)
 
 
 def _run(
@@ -61,11 +59,10 @@ def _run(
     assert all(each.is_contiguous() for each in (*inputs, made_TVU))
     out_TVU, (tokens, heads, size) = torch.empty_like(made_TVU), made_TVU.shape
     if kept.key_REJD.dtype != torch.bfloat16:
-        parts = {"N": parts["N"], **_WIDE}
+        parts = _WIDE
     cut = _cut(parts, kept)
     grid = len(runs.rows_B), heads, cdiv(size, cut["X"])
-    rows = max(2 * cut["N"], TILE)
-    room = inputs.decay_TV.new_empty(math.prod(grid), rows * (TILE + prompts * 2 * cut["X"]))
+    room = inputs.decay_TV.new_empty(math.prod(grid), 2 * TILE * (TILE + prompts * 2 * cut["X"]))
     _delta_kernel[grid](
         *inputs,
         out_TVU,
@@ -350,21 +347,20 @@ def _add_groups(
 def _read_group(
     begin, group, first, end, length, key, kept_key, kept_value, back, position_ptr, token_R, live_R, position_R,
     decays_R, channel_X,
-    N: tl.constexpr, PROMPTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, E: tl.constexpr,
-    D: tl.constexpr, U: tl.constexpr,
+    PROMPTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, E: tl.constexpr, D: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """Return what rows add one by one: keys of a group's entries in the ring and then of the tile's own, their decays,
     1 of a query's own key, and the ring's values. ``begin``: the tile's first token in the run."""
     index_S, index_T = tl.arange(0, 2 * _TILE), tl.arange(0, _TILE)
-    index_R, HALF = tl.arange(0, token_R.shape[0]), token_R.shape[0] // 2
+    index_R = tl.arange(0, token_R.shape[0])
     local_S = begin + index_S - _TILE
-    live_S = (local_S >= 0) & (first + local_S < end) & (index_S >= _TILE) & (index_S - _TILE < N)
+    live_S = (local_S >= 0) & (first + local_S < end) & (index_S >= _TILE)
     in_ring_S = (index_S < _TILE) & (group + index_S < length)
     token_S = tl.where(live_S, first + local_S, first).to(tl.int64)
     place_S = (group + index_S) % E
     key_S = tl.where(live_S, key + token_S * KEYS, kept_key + place_S * KEYS)
     key_SD = _read_rows(key_S, 0, live_S | in_ring_S, D)
-    if N > 1 and not PROMPTS:
+    if not PROMPTS:
         position_S = tl.load(position_ptr + token_S, mask=live_S, other=0).to(tl.int32)
     else:
         position_S = length + (token_S - first).to(tl.int32)
@@ -372,11 +368,11 @@ def _read_group(
     distance_RS = position_R[:, None] - position_S[None, :]
     seen_RS = live_R[:, None] & (position_R[:, None] // _TILE == position_S[None, :] // _TILE)
     seen_RS = seen_RS & (distance_RS > 0) & (live_S | in_ring_S)[None, :]
-    if N > 1 and not PROMPTS:
+    if not PROMPTS:
         path_RS = tl.load(back + token_R[:, None] * E + distance_RS, mask=seen_RS & live_S[None, :], other=-1)
         seen_RS = seen_RS & (in_ring_S[None, :] | (path_RS == token_S[None, :]))
     weight_RS = tl.load(decays_R[:, None] + distance_RS - 1, mask=seen_RS, other=0.0)
-    is_own_RS = (index_R >= HALF)[:, None] & (index_R[:, None] + _TILE == HALF + index_S[None, :])
+    is_own_RS = (index_R >= _TILE)[:, None] & (index_R[:, None] == index_S[None, :])
     weight_RS = tl.where(is_own_RS, 1.0, weight_RS)
     place_T1 = ((group + index_T) % E)[:, None]
     mask_TX = (group + index_T < length)[:, None] & (channel_X < U)[None, :]
@@ -387,40 +383,40 @@ def _read_group(
 @triton.jit
 def _substitute(
     weights, sum_RX, own_RX, is_key_R, value_RX, beta, out, made, token, begin, end, channel_X,
-    N: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    V: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """Do the rest for N tokens of which none waits for others' groups: by vectors, one for each row, that go
+    """Do the rest for 16 tokens of which none waits for others' groups: by vectors, one for each row, that go
     from thread to thread through the room after ``weights``."""
     R: tl.constexpr = own_RX.shape[0]
     X: tl.constexpr = own_RX.shape[1]
-    index_R, index_X, rows = tl.arange(0, R), tl.arange(0, X), weights + R * N
+    index_R, index_X, rows = tl.arange(0, R), tl.arange(0, X), weights + R * _TILE
     at_RX = index_R[:, None] * X + index_X[None, :]
     tl.store(rows + at_RX, tl.where(is_key_R[:, None], value_RX - sum_RX, sum_RX))
     tl.store(rows + R * X + at_RX, own_RX)
     tl.debug_barrier()
     given, own, factors, made_by = (), (), (), ()
-    for c in tl.static_range(N):
+    for c in tl.static_range(_TILE):
         there = (begin <= c) & (c < end)
         factors += (tl.load(beta + (token + c) * V, mask=there, other=0.0),)  # type: ignore[assignment]
     for r in tl.static_range(R):
         given += (tl.load(rows + r * X + index_X),)  # type: ignore[assignment]
         own += (tl.load(rows + (R + r) * X + index_X),)  # type: ignore[assignment]
-    for c in tl.static_range(N):
+    for c in tl.static_range(_TILE):
         new_X = (tl.cast(factors[c], tl.float32) * (given[c] - own[c])).to(made.dtype.element_ty)
         wide_X, added = new_X.to(tl.float32), ()
         for r in tl.static_range(R):
             if r > c:
-                weight_X = tl.zeros([X], tl.float32) + tl.load(weights + r * N + c)
+                weight_X = tl.zeros([X], tl.float32) + tl.load(weights + r * _TILE + c)
                 added += (tl.fma(weight_X, wide_X, own[r]),)  # type: ignore[assignment]
             else:
                 added += (own[r],)  # type: ignore[assignment]
         own = added
         made_by += (new_X,)  # type: ignore[assignment]
-    for c in tl.static_range(N):  # stores last: loads do not overtake them
+    for c in tl.static_range(_TILE):  # stores last: loads do not overtake them
         at_X = (token + c) * (V * U) + channel_X
         mask_X = (begin <= c) & (c < end) & (channel_X < U)
         tl.store(made + at_X, made_by[c], mask=mask_X)
-        tl.store(out + at_X, given[N + c] + own[N + c], mask=mask_X)
+        tl.store(out + at_X, given[_TILE + c] + own[_TILE + c], mask=mask_X)
     tl.debug_barrier()
 
 
@@ -450,7 +446,6 @@ def _delta_kernel(
     D: tl.constexpr,
     U: tl.constexpr,
     BLOCK: tl.constexpr,
-    N: tl.constexpr,
     C: tl.constexpr,
     X: tl.constexpr,
     S: tl.constexpr,
@@ -461,9 +456,7 @@ def _delta_kernel(
     KEYS: tl.constexpr = J * D
     VALUES: tl.constexpr = V * U
     STATE: tl.constexpr = state_ptr.dtype.element_ty
-    R: tl.constexpr = max(2 * N, _TILE)
-    HALF: tl.constexpr = R // 2
-    AT_ONCE: tl.constexpr = N < _TILE and S == D
+    R: tl.constexpr = 2 * _TILE
     b, v = tl.program_id(0), tl.program_id(1)
     j = v // (V // J)
     channel_X = tl.program_id(2) * X + tl.arange(0, X)
@@ -479,14 +472,6 @@ def _delta_kernel(
     begin = _lag(length, BLOCK)
     program = (tl.program_id(2) * tl.num_programs(1) + v) * tl.num_programs(0) + b
     weights = room + program.to(tl.int64) * (R * (_TILE + 2 * X if PROMPTS else _TILE))
-    if AT_ONCE:  # what earlier steps left, at once
-        state_DX = _read_state(state_at, 0, channel_X, begin, D, U)
-        position_E = begin + tl.arange(0, E)
-        there_E1 = (position_E < length // _TILE * _TILE)[:, None]
-        place_E1 = (position_E % E)[:, None]
-        key_ED = load_settled(kept_key + place_E1 * KEYS + tl.arange(0, D)[None, :], there_E1, 0.0)
-        mask_EX = there_E1 & (channel_X < U)[None, :]
-        value_EX = load_settled(kept_value + place_E1 * VALUES + channel_X[None, :], mask_EX, 0.0)
     wait_for_inputs(OVERLAP)
     if b == tl.num_programs(0) - 1:  # unused nodes
         for unused in range(end, tokens, R):
@@ -499,22 +484,22 @@ def _delta_kernel(
         ahead = tl.minimum(end - first, BLOCK) - 1  # the deepest node's distance
 
         # Prompts' tiles are groups.
-        skipped = length % N if PROMPTS else 0
-        for tile in range(0, N if N < _TILE else end - first + skipped, N):
+        skipped = length % _TILE if PROMPTS else 0
+        for tile in range(0, end - first + skipped, _TILE):
             group = length // _TILE * _TILE  # of the first token
             if PROMPTS:
                 group += tile
-            local_R, is_key_R = tile - skipped + index_R % HALF, index_R < HALF
-            live_R = (local_R >= 0) & (index_R % HALF < N) & (first + local_R < end)
+            local_R, is_key_R = tile - skipped + index_R % _TILE, index_R < _TILE
+            live_R = (local_R >= 0) & (first + local_R < end)
             token_R = tl.where(live_R, first + local_R, first).to(tl.int64)
-            if N > 1 and not PROMPTS:
+            if not PROMPTS:
                 position_R = tl.load(position_ptr + token_R).to(tl.int32)
             else:
                 position_R = length + (token_R - first).to(tl.int32)
             x_R = tl.where(is_key_R, key + token_R * KEYS, query + token_R * KEYS)
             x_RD = _read_rows(x_R, 0, live_R, D)
             later_RX, later_low_RX = tl.zeros([R, X], tl.float32), tl.zeros([R, X], tl.float32)
-            if N > 1 and not PROMPTS and _lag(length + ahead, BLOCK) > begin:
+            if not PROMPTS and _lag(length + ahead, BLOCK) > begin:
                 entries, whole = _weigh(
                     first, length, begin, key, made, decay, kept_key, kept_value, kept_decay, KEYS, VALUES, V, BLOCK
                 )  # fmt: skip
@@ -526,15 +511,9 @@ def _delta_kernel(
                     later_RX, later_low_RX = _multiply(later_RX, later_low_RX, x_RS, state_SX)
             lag_R, decays_R = _lag(position_R, BLOCK), decays + token_R * (V * E)
             whole_R1 = tl.load(decays_R + position_R - lag_R)[:, None]
-            if AT_ONCE:
-                distance_RE = position_R[:, None] - position_E[None, :]
-                seen_RE = (
-                    live_R[:, None] & (position_E < group)[None, :] & (position_E[None, :] >= lag_R[:, None])
-                )
-                weight_RE = tl.load(decays_R[:, None] + distance_RE - 1, mask=seen_RE, other=0.0)
             key_SD, weight_RS, ring_TX = _read_group(
                 tile - skipped, group, first, end, length, key, kept_key, kept_value, back, position_ptr, token_R,
-                live_R, position_R, decays_R, channel_X, N, PROMPTS, KEYS, VALUES, E, D, U,
+                live_R, position_R, decays_R, channel_X, PROMPTS, KEYS, VALUES, E, D, U,
             )  # fmt: skip
             beta_R = tl.load(beta + token_R * V).to(tl.float32)
             at_RX = token_R[:, None] * VALUES + channel_X[None, :]
@@ -543,32 +522,26 @@ def _delta_kernel(
             value_RX = tl.load(value + v * U + at_RX, mask=is_key_RX, other=0.0).to(tl.float32)
 
             sum_RX, low_RX = tl.zeros([R, X], tl.float32), tl.zeros([R, X], tl.float32)
-            if AT_ONCE:
-                sum_RX, low_RX = _multiply(sum_RX, low_RX, x_RD, state_DX)
-            else:
-                for d in range(0, D, S):
-                    state_SX = _read_state(state_at, d, channel_X, begin, S, U)
-                    sum_RX, low_RX = _multiply(sum_RX, low_RX, _read_rows(x_R, d, live_R, S), state_SX)
-            if N > 1 and not PROMPTS:
+            for d in range(0, D, S):
+                state_SX = _read_state(state_at, d, channel_X, begin, S, U)
+                sum_RX, low_RX = _multiply(sum_RX, low_RX, _read_rows(x_R, d, live_R, S), state_SX)
+            if not PROMPTS:
                 later_R1 = (lag_R > begin)[:, None]
                 sum_RX = tl.where(later_R1, later_RX, sum_RX)
                 low_RX = tl.where(later_R1, later_low_RX, low_RX)
             sum_RX, low_RX = _times(whole_R1, sum_RX), _times(whole_R1, low_RX)
-            if AT_ONCE:
-                sum_RX, low_RX = _multiply(sum_RX, low_RX, _weighted(x_RD, key_ED, weight_RE), value_EX)
-            else:
-                for start in range(begin, group, C):
-                    key_CD, weight_RC, value_CX = _read_known(
-                        start + tl.arange(0, C), group, first, length, key, made, kept_key, kept_value, live_R,
-                        position_R, lag_R, decays_R, channel_X, KEYS, VALUES, E, D, U,
-                    )  # fmt: skip
-                    sum_RX, low_RX = _multiply(sum_RX, low_RX, _weighted(x_RD, key_CD, weight_RC), value_CX)
+            for start in range(begin, group, C):
+                key_CD, weight_RC, value_CX = _read_known(
+                    start + tl.arange(0, C), group, first, length, key, made, kept_key, kept_value, live_R, position_R,
+                    lag_R, decays_R, channel_X, KEYS, VALUES, E, D, U,
+                )  # fmt: skip
+                sum_RX, low_RX = _multiply(sum_RX, low_RX, _weighted(x_RD, key_CD, weight_RC), value_CX)
             own_RX = tl.zeros([R, X], tl.float32)
             own_RST = tl.reshape(_weighted(x_RD, key_SD, weight_RS), [R, 2, _TILE])
             ring_RT, own_RT = tl.split(tl.permute(own_RST, [0, 2, 1]))
             if group < length:
                 own_RX = _add_in_order(own_RX, ring_RT, ring_TX)
-            if N == _TILE and not PROMPTS:  # a tree's nodes in tiles before this one
+            if not PROMPTS:  # a tree's nodes in tiles before this one
                 for before in range(0, tile, _TILE):
                     token_C = (first + before + index_T).to(tl.int64)
                     position_C = tl.load(position_ptr + token_C).to(tl.int32)
@@ -583,26 +556,25 @@ def _delta_kernel(
                     own_RX = _add_in_order(own_RX, _weighted(x_RD, key_CD, weight_RC), value_CX)
 
             # The tile's own, one after the other.
-            if N > 1:
-                tl.store(weights + index_R[:, None] * _TILE + index_T[None, :], own_RT)
-                tl.debug_barrier()
+            tl.store(weights + index_R[:, None] * _TILE + index_T[None, :], own_RT)
+            tl.debug_barrier()
             if PROMPTS:
                 _substitute(
                     weights, sum_RX + low_RX, own_RX, is_key_R, value_RX, beta, out + v * U, made,
-                    (first + tile - skipped).to(tl.int64), skipped - tile, end - first + skipped - tile, channel_X, N,
-                    V, U,
+                    (first + tile - skipped).to(tl.int64), skipped - tile, end - first + skipped - tile, channel_X, V,
+                    U,
                 )  # fmt: skip
             else:
                 made_RX, deepest = tl.zeros_like(value_RX), tl.max(tl.where(live_R, position_R, 0), 0)
-                for c in range(tl.minimum(end - first - tile, N)):
-                    if N > 1 and deepest // _TILE * _TILE > group:  # groups that nodes on its path complete
+                for c in range(tl.minimum(end - first - tile, _TILE)):
+                    if deepest // _TILE * _TILE > group:  # groups that nodes on its path complete
                         token = (first + tile + c).to(tl.int64)
                         position = tl.load(position_ptr + token).to(tl.int32)
                         if position // _TILE * _TILE > group:
                             tl.store(made + at_RX, made_RX, mask=is_key_RX & (index_R < c)[:, None])
                             tl.debug_barrier()
                             sum_RX, low_RX = _add_groups(
-                                sum_RX, low_RX, x_RD, group, position, index_R % HALF == c, first, length, key, made,
+                                sum_RX, low_RX, x_RD, group, position, index_R % _TILE == c, first, length, key, made,
                                 kept_key, kept_value, back + token * E, position_R, decays_R, channel_X, KEYS, VALUES,
                                 E, D, U,
                             )  # fmt: skip
@@ -610,17 +582,13 @@ def _delta_kernel(
                     new_RX = beta_R[:, None] * (value_RX - (sum_RX + low_RX) - own_RX)
                     new_X = tl.sum(tl.where(this_R1, new_RX, 0.0), 0).to(made.dtype.element_ty).to(tl.float32)
                     made_RX = tl.where(this_R1, new_X[None, :], made_RX)
-                    if N > 1:
-                        own_R = tl.load(weights + index_R * _TILE + c)
-                    else:
-                        own_R = _column(own_RT, c)
-                    own_RX = _add(own_RX, own_R, new_X)
+                    own_RX = _add(own_RX, tl.load(weights + index_R * _TILE + c), new_X)
                 tl.store(made + at_RX, made_RX, mask=is_key_RX)
                 out_RX = (sum_RX + low_RX) + own_RX
                 tl.store(out + v * U + at_RX, out_RX, mask=mask_RX & ~is_key_R[:, None])
                 tl.debug_barrier()
             if PROMPTS:
-                after = tl.minimum(group + N, length + end - first)
+                after = tl.minimum(group + _TILE, length + end - first)
                 if _lag(after, BLOCK) > begin:
                     entries, whole = _weigh(
                         first, length, begin, key, made, decay, kept_key, kept_value, kept_decay, KEYS, VALUES, V,
