@@ -22,7 +22,7 @@ from specserve_kernels.reference.layer.activation import GATES, Gate
 from specserve_kernels.reference.linear.linear import check_place
 
 _AHEAD = LaunchConfig(FEW_TOKENS, 16, 256, 4, 4)
-_AHEAD_MORE = _AHEAD._replace(inputs=128)  # for more tokens: has room beside the programs of ``packed``, too
+_AHEAD_MORE = LaunchConfig(64, 16, 128, 5, 4)  # for more tokens: one program reads a weight for all
 _AHEAD_TOKENS = 64  # for more tokens, loads that are copied ahead win
 
 
