@@ -29,12 +29,14 @@ from specserve.process.assemble import resolve_engine
 from specserve.process.compile import PROMPT_TOKENS, CompileAhead, CompileJob, list_file
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.glm import make_glm
 from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import load_checkpoint, make_llama, make_mimo, save_checkpoint
 from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 from tests.reference.standalone import first_layer
+from tests.test_more_targets import MLA
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,6 +96,7 @@ print(json.dumps([found[True], found[False]]))
 NOTES = """
 import json, sys
 from dataclasses import replace
+from itertools import product
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -101,11 +104,12 @@ from specserve.config import load_settings
 from specserve.process import compile
 from specserve.process.assemble import resolve_engine
 
-caches = []
+caches, asked = [], []
 
 def note(*, key, fn, **_):
     caches.append(fn.jit_function.device_caches[0][0])
     caches[-1][key] = fn.name  # so that it is noted only once
+    asked.append(fn.name)
     return True
 
 run = JITFunction.run
@@ -115,11 +119,20 @@ driver.set_active(compile.Driver((9, 0)))
 for flags in json.loads(sys.argv[1]):
     _, _, config = resolve_engine(replace(load_settings(flags, {}), device="cuda"), has_gpu=True)
     compile.launch_all(config)
-    print(*{name for cache in caches for name in cache.values()})
+    print(*set(asked))
+    asked.clear()
+    context = compile.create_shapes(config, compile.shape_plan(config), compile.shape_peers(config))
+    with compile.torch.inference_mode():
+        for prompts, start, tokens in product((1, 3, 17, 33, 64, 65, 300), (0, 5), (1, 3, 16, 31, 61)):
+            if prompts <= config.max_running_requests and prompts * tokens <= config.longest_launch:
+                compile._prefill(context, start, tokens, prompts=prompts)
+    print(*asked)
+    asked.clear()
     for cache in caches:
         cache.clear()
 """
-"""Launches for each list of flags, compiles nothing, and prints which kernels were asked for, a line each."""
+"""Launches for each list of flags, compiles nothing, and prints which kernels were asked for, and which besides by
+launches of prompts, a line each."""
 
 
 def python(cache: Path, *command: str) -> str:
@@ -164,6 +177,9 @@ MAKES: dict[str, Callable[[Path, Path], Path]] = {
 
 def drafted(path: Path, kind: str) -> list[str]:
     """Flags of a target, and of a draft for it."""
+    if kind == "DeepSeek":
+        sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_key_value_heads": 4}
+        return ["--model-path", str(make_glm(path / "target", family="Glm4MoeLite", **MLA | sizes))]
     if kind == "MiMo":
         target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2, layers=1)
         return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
@@ -182,6 +198,7 @@ def drafted(path: Path, kind: str) -> list[str]:
 @pytest.mark.slow
 def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     pairs = [
+        ("DeepSeek", ["--max-running-requests", "300", "--context-length", "384"], "_latents_kernel"),
         ("EAGLE", ["--quantization", "fp8"], "_packed_linear_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
@@ -197,8 +214,9 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     shared += ["--context-length", "64"]
     flags = [[*drafted(tmp_path / kind, kind), *shared, *more] for kind, more, _ in pairs]
     found = python(tmp_path, "-c", NOTES, json.dumps(flags)).splitlines()
-    for (kind, _, kernel), line in zip(pairs, found, strict=True):
+    for (kind, _, kernel), line, late in zip(pairs, found[::2], found[1::2], strict=True):
         assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(line.split()), kind
+        assert not late, kind
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(FP8, 4096), (FP8, 128), (torch.int8, 4096), (torch.uint8, 128)])

@@ -142,6 +142,7 @@ def launch_all(config: EngineConfig) -> None:
         for start in (0, 1):
             _prefill(context, start, tokens)
     _prefill(context, 0, min(2, longest), ScoredTokens(_integers(1), _integers(1), 1))
+    _prefill(context, 0, 1, prompts=min(config.max_running_requests, longest))
     for launch, sizes in captured_launches(config, plan, context):
         for size in sizes:
             launch(size)
@@ -194,13 +195,15 @@ def _eager_shapes(plan: ShapePlan) -> list[Any]:
     return [shape for slots in batch_buckets(plan.most_slots) for shape in plan.candidates(slots)]
 
 
-def _prefill(context: Context, start: int, tokens: int, scored: ScoredTokens | None = None) -> None:
-    """Launch one prompt's chunk."""
-    q_start, spans = _integers(2), [(start, tokens)]
+def _prefill(
+    context: Context, start: int, tokens: int, scored: ScoredTokens | None = None, prompts: int = 1
+) -> None:
+    """Launch chunks of so many tokens each."""
+    q_start, spans, total = _integers(prompts + 1), [(start, tokens)] * prompts, prompts * tokens
     chunks = PromptChunks(
-        _integers(tokens), _integers(tokens), q_start, q_start[1:].bool(), tokens, spans, scored
+        _integers(total), _integers(total), q_start, q_start[1:].bool(), tokens, spans, scored
     )
-    prefill(context, View.of(context, _integers(1), start + tokens, Needs()), chunks)
+    prefill(context, View.of(context, _integers(prompts), start + tokens, Needs()), chunks)
 
 
 def _integers(size: int) -> torch.Tensor:

@@ -137,7 +137,7 @@ def attend_latents(
         stats if prompt else tickets(2 * slots * tiles, q_TND.device), scales_of(size, scale, None, None)[0],
         pages_BM.stride(0), page_rows, slots, total, nodes, entries, sixteens, packs, most,
         CHAIN=chain, PROMPT=prompt, TREE=tree, KV_START=kv_start, HEADS=heads, PAGE=page, R=rows,
-        SLOTS=next(room for room in _SLOTS if room >= slots), num_warps=4,
+        SLOTS=next(room for room in _SLOTS[prompt:] if room >= slots), num_warps=4,
         **({"OVERLAP": False} if prompt else overlap()),
     )  # fmt: skip
     return out_TND
