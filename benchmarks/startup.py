@@ -72,7 +72,9 @@ startup.through_llm(json.loads(sys.argv[2]), begin)
 
 def settings_of(args: argparse.Namespace, shape: str) -> dict[str, Any]:
     """The settings of an engine with a shape."""
-    return {"model_path": args.model, **eagle3_settings(parse_drafting(shape), args.eagle3)}
+    settings = {"model_path": args.model, **eagle3_settings(parse_drafting(shape), args.eagle3)}
+    dummy = args.load_format == "dummy"
+    return settings | ({"load_format": "dummy", "skip_tokenizer_init": True} if dummy else {})
 
 
 @contextmanager
@@ -202,6 +204,7 @@ def main() -> None:
     )
     parser.add_argument("--doors", action="store_true", help="compare a server and an LLM, cold and warm")
     parser.add_argument("--shapes", nargs="+", default=["off", "3,1,4", "adaptive"], help="with --doors")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--requests", action="store_true", help="also time the first requests of each kind")
     args = parser.parse_args()
