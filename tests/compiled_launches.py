@@ -137,7 +137,9 @@ READ_EARLY = {
     "_gate_rows_kernel": {"x_ptr", "weight_ptr"},
     "_grow_kernel": {"length_ptr"},
     "_delta_kernel": {"rows_ptr", "length_ptr", "q_start"},
-    "_steps_kernel": {"rows_ptr", "length_ptr", "q_start", "state_ptr", "kept_key", "kept_value"},
+    "_steps_kernel": {
+        *("rows_ptr", "length_ptr", "q_start", "position_ptr", "back", "state_ptr", "kept_key", "kept_value")
+    },
     "_inputs_kernel": {
         *(
             "weight_ptr",

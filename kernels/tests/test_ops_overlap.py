@@ -160,7 +160,8 @@ def test_who_reads_before_it_waits() -> None:
         "_inputs_kernel": {"weight_ptr", "rate_ptr", "bias_ptr"},
         "_delta_kernel": {"rows_ptr", "length_ptr", "q_start"},
         "_read_state": {"at"},  # of _delta_kernel, after the wait
-        "_steps_kernel": {"rows_ptr", "length_ptr", "q_start", "state_CX", "from_CX"},
+        "_steps_kernel": {"rows_ptr", "length_ptr", "q_start", "state_CX", "from_CX", "from_NR"},
+        "_rows": {"position_ptr"},  # of _steps_kernel
         "_kept_taps": {"rows_ptr", "position_ptr", "back_ptr", "kept"},  # of _inputs_kernel
         "_kept_decays": {"rows_ptr", "position_ptr", "back_ptr", "at_EH"},
         "request_of": {"rows"},

@@ -287,6 +287,7 @@ def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, monkeypatch: py
     ("dtype", "length", "parents"),
     [
         (torch.float32, 75, [-1]),
+        (torch.bfloat16, 125, [-1, 0, 1, 2]),
         (torch.float32, 62, [-1, 0, 1, 1, 3, 2]),
         (torch.bfloat16, 93, [-1, 0, 1, 0, 2, 4, 3, 6]),
     ],

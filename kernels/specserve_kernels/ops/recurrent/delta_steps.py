@@ -2,8 +2,8 @@
 ``delta_rule``. A program has a request and a value head.
 
 What earlier steps left is asked for at once, before the wait: keys come into shared memory, states and values into the
-registers from which tensor cores take them as rows. The columns are the R rows of ``delta_rule``: keys of 8 nodes, and
-their queries. So no layout changes on the way, and a thread has few sums.
+registers from which tensor cores take them as rows. The columns are the R rows of ``delta_rule``: keys of 4 or 8
+nodes, and their queries. So no layout changes on the way, and a thread has few sums.
 
 Channels that tensor cores have 8 rows apart are neighbours in memory, so that a thread reads them at once: ``_as_rows``
 and ``_as_channels`` rename them. X: channels of values in memory's order, M: as rows.
@@ -22,12 +22,11 @@ from specserve_kernels.ops.linear.hopper import barrier, wait_for_last
 from specserve_kernels.ops.pdl import INTERPRETED, load_settled, overlap
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
 
-_NODES = gl.constexpr(8)  # most of a run
-_T, _R = gl.constexpr(16), gl.constexpr(16)
+_NODES = 1, 4, 8  # of a launch, by the most of a run
+_T = gl.constexpr(16)
 _SIZE = gl.constexpr(128)  # channels of keys and of values
 _E, _BLOCK = gl.constexpr(64), gl.constexpr(32)  # places of a ring, entries of a block
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-_PAIRS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
 _A, _B = gl.constexpr(gl.DotOperandLayout(0, _MMA, 2)), gl.constexpr(gl.DotOperandLayout(1, _MMA, 2))
 _FMA = gl.constexpr(gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0]))
 _COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -46,7 +45,7 @@ _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_co
 
 def takes(kept: Lagged, runs: Runs) -> bool:
     """Return whether this kernel computes such runs over such tables."""
-    if INTERPRETED or runs.longest > _NODES.value or capability_of(runs.rows_B.device) < (8, 0):
+    if INTERPRETED or runs.longest > _NODES[-1] or capability_of(runs.rows_B.device) < (8, 0):
         return False
     state, key = kept.state_RVDU, kept.key_REJD
     narrow = key.dtype == torch.bfloat16 and state.dtype in (torch.float32, torch.bfloat16)
@@ -70,7 +69,7 @@ def delta_steps(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor)
         tokens,
         J=kept.key_REJD.shape[2],
         V=heads,
-        N=1 if runs.longest == 1 else _NODES.value,
+        N=next(each for each in _NODES if runs.longest <= each),
         num_warps=4,
         **overlap(),
     )
@@ -93,8 +92,14 @@ def _as_rows(x_CX, LAYOUT: gl.constexpr):
 @gluon.jit
 def _as_channels(x_MR):
     """Return ``[X, R]`` of what tensor cores made."""
-    parts = gl.permute(gl.reshape(x_MR, (2, 4, 2, 8, _R)), (1, 3, 0, 2, 4))
-    return gl.convert_layout(gl.reshape(parts, (_SIZE, _R)), _FMA)
+    parts = gl.permute(gl.reshape(x_MR, (2, 4, 2, 8, x_MR.shape[1])), (1, 3, 0, 2, 4))
+    return gl.convert_layout(gl.reshape(parts, x_MR.shape), _FMA)
+
+
+@gluon.jit
+def _left(value_XR, total_XR, key_R):
+    """Return what is left of keys' values, and queries' sums."""
+    return gl.where(key_R[None, :], value_XR.to(gl.float32) - total_XR, total_XR)
 
 
 @gluon.jit
@@ -103,11 +108,6 @@ def _seen_as(table, shape: gl.constexpr, LAYOUT: gl.constexpr):
         return table.reinterpret(shape=shape, layout=LAYOUT)
     else:
         return table._reinterpret(gl.float32, shape, LAYOUT)
-
-
-@gluon.jit
-def _as_columns(x_RS):
-    return gl.convert_layout(gl.permute(x_RS, (1, 0)), _B)
 
 
 @gluon.jit
@@ -142,18 +142,22 @@ def _multiply(sum_MR, low_MR, x_MC, y_CR):
 
 
 @gluon.jit
-def _rows(run, position_ptr, N: gl.constexpr, axis: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return of each of R rows its index, whether it is there, its token, and the token's position."""
+def _rows(run, position_ptr, N: gl.constexpr, count: gl.constexpr, axis: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return of each of so many rows its index, whether it is there, its token, and the token's position."""
     first, end, length = run
-    index_R = _indices(_R, axis, LAYOUT)
-    live_R = index_R % _NODES < (end - first if N > 1 else 1)
-    token_R = first + gl.where(live_R, index_R % _NODES, 0)
-    position_R = gl.load(position_ptr + token_R).to(gl.int32) if N > 1 else length + 0 * index_R
+    index_R = _indices(count, axis, LAYOUT)
+    HALF: gl.constexpr = max(N, 4)
+    live_R = index_R % HALF < (end - first if N > 1 else 1)
+    token_R = first + gl.where(live_R, index_R % HALF, 0)
+    if N > 1:
+        position_R = load_settled(position_ptr + token_R, live_R, 0).to(gl.int32)
+    else:
+        position_R = length + 0 * index_R
     return index_R, live_R, token_R.to(gl.int64), position_R
 
 
 @gluon.jit
-def _fold_and_multiply(x, begin, state_at, key, value, decay, J: gl.constexpr, V: gl.constexpr):
+def _fold_and_multiply(x, nothing_MR, begin, state_at, key, value, decay, J: gl.constexpr, V: gl.constexpr):
     """Return products with the state a block later. Such entries are all in the row's rings."""
     c_C, read_C = _indices(_T, 1, _B), _indices(_T, 1, _READ)
     d_D, x_X = _indices(_T, 0, _B), _indices(_SIZE, 0, _READ)
@@ -168,7 +172,7 @@ def _fold_and_multiply(x, begin, state_at, key, value, decay, J: gl.constexpr, V
         weights += (weight_C,)  # type: ignore[assignment]
         values += (_as_rows(value_CX, _A),)  # type: ignore[assignment]
     nothing_MD = gl.zeros([_SIZE, _T], gl.float32, _MMA)
-    later_MR, later_low_MR = nothing_MD, nothing_MD
+    later_MR, later_low_MR = nothing_MR, nothing_MR
     for d in gl.static_range(0, _SIZE, _T):
         added_MD, low_MD = nothing_MD, nothing_MD
         for part in gl.static_range(_BLOCK // _T):
@@ -182,7 +186,7 @@ def _fold_and_multiply(x, begin, state_at, key, value, decay, J: gl.constexpr, V
         state_MD = _as_rows(state_DX, _MMA).to(gl.float32)
         state_MD = gl.fma(gl.exp(total + nothing_MD), state_MD, added_MD + low_MD)
         state_MD = gl.convert_layout(state_MD.to(state_DX.dtype), _A)
-        x_DR = _as_columns(x.slice(d, _T, 1).load(_A))
+        x_DR = x.slice(d, _T, 1).permute((1, 0)).load(_B)
         later_MR, later_low_MR = _multiply(later_MR, later_low_MR, state_MD, x_DR)
     return later_MR, later_low_MR
 
@@ -215,6 +219,8 @@ def _steps_kernel(
     KEYS: gl.constexpr = J * _SIZE
     VALUES: gl.constexpr = V * _SIZE
     GROUPS: gl.constexpr = _E // _T
+    HALF: gl.constexpr = max(N, 4)
+    R: gl.constexpr = 2 * HALF
     b, v = gl.program_id(0), gl.program_id(1)
     j = v // (V // J)
     row = load_settled(rows_ptr + b, None, None).to(gl.int64)
@@ -229,9 +235,10 @@ def _steps_kernel(
     begin, group = _lag(length), length // _T * _T
 
     # What earlier steps left.
-    weights = gl.allocate_shared_memory(gl.float32, [GROUPS * _R, _T], _TABLE)
-    nodes = gl.allocate_shared_memory(gl.float32, [_R, _R], _TABLE)
-    x = gl.allocate_shared_memory(gl.bfloat16, [_R, _SIZE], _SWIZZLED)
+    weights = gl.allocate_shared_memory(gl.float32, [_E, R], _TABLE)
+    nodes = gl.allocate_shared_memory(gl.float32, [_T, R], _TABLE)
+    padded = gl.allocate_shared_memory(gl.bfloat16, [_T, _SIZE], _SWIZZLED)
+    x = padded.slice(0, R, 0)
     keys = gl.allocate_shared_memory(gl.bfloat16, [_E, _SIZE], _SWIZZLED)
     ring = gl.allocate_shared_memory(gl.bfloat16, [_T, _SIZE], _TABLE)
     copied_E, copied_T = _indices(_E, 1, _COPY), _indices(_T, 1, _COPY)
@@ -250,128 +257,120 @@ def _steps_kernel(
         there_X = read_X < gl.where(place < group, _SIZE, 0)
         from_CX = kept_value + (place & (_E - 1)) * VALUES + value_CX
         values += (load_settled(from_CX, there_X[None, :], 0.0),)  # type: ignore[assignment]
+    n_N, there_N, token_N, position_N = _rows(run, position_ptr, N, _T, 1, _MMA)
+    r_R, live_R, token_R, position_R = _rows(run, position_ptr, N, R, 0, _MMA)
+    distance_NR = position_R[None, :] - position_N[:, None]
+    seen_NR = (there_N & (n_N < HALF))[:, None] & live_R[None, :] & (distance_NR > 0)
+    seen_NR = seen_NR & (position_N[:, None] // _T == position_R[None, :] // _T)
+    if N > 1:
+        from_NR = (back + token_R * _E)[None, :] + distance_NR
+        seen_NR = seen_NR & (load_settled(from_NR, seen_NR, -1) == token_N[:, None])
     if OVERLAP:
         wait_for_last()
 
-    at_R, there_R, node_R = _rows(run, position_ptr, N, 0, _FMA)[:3]
+    at_R, there_R, node_R = _rows(run, position_ptr, N, R, 0, _FMA)[:3]
     out_X = _indices(_SIZE, 1, _FMA)
     if b == gl.num_programs(0) - 1:  # unused nodes
-        for unused in range(end, tokens, _R):
-            token_R = (unused + at_R).to(gl.int64)
-            at_XR = token_R[None, :] * VALUES + v * _SIZE + out_X[:, None]
-            gl.store(out + at_XR, gl.zeros([_SIZE, _R], gl.float32, _FMA), mask=(token_R < tokens)[None, :])
+        for unused in range(end, tokens, R):
+            unused_R = (unused + at_R).to(gl.int64)
+            at_XR = unused_R[None, :] * VALUES + v * _SIZE + out_X[:, None]
+            gl.store(out + at_XR, gl.zeros([_SIZE, R], gl.float32, _FMA), mask=(unused_R < tokens)[None, :])
     if end > first:
         key, query, decays, beta = key + j * _SIZE, query + j * _SIZE, decays + v * _E, beta + v
         made, out, value = made + v * _SIZE, out + v * _SIZE, value + v * _SIZE
-        x_R, _, token_R, _ = _rows(run, position_ptr, N, 1, _COPY)
-        from_R = gl.multiple_of(gl.where(x_R < _NODES, key + token_R * KEYS, query + token_R * KEYS), [16])
+        x_R, _, copied_R = _rows(run, position_ptr, N, R, 1, _COPY)[:3]
+        from_R = gl.multiple_of(gl.where(x_R < HALF, key + copied_R * KEYS, query + copied_R * KEYS), [16])
         _copy(x, from_R[:, None] + copied_D[None, :], None, ".cg")
         async_copy.commit_group()
 
-        # Weights of entries.
-        _, live_R, token_R, position_R = _rows(run, position_ptr, N, 1, _PAIRS)
-        position_C = begin + _indices(_E, 0, _PAIRS)
-        distance_RC = position_R[:, None] - position_C[None, :]
-        seen_RC = live_R[:, None] & (position_C < length)[None, :]
-        seen_RC = seen_RC & (position_C[None, :] >= _lag(position_R)[:, None])
-        seen_RC = seen_RC & ((position_C < group)[None, :] | (position_R // _T * _T == group)[:, None])
-        decay_RC = gl.load((decays + token_R * (V * _E))[:, None] + distance_RC - 1, mask=seen_RC, other=0.0)
-
-        # Weights of nodes.
-        r_R, live_R, token_R, position_R = _rows(run, position_ptr, N, 1, _MMA)
-        n_N, there_N, token_N, position_N = _rows(run, position_ptr, N, 0, _MMA)
-        decays_R = decays + token_R * (V * _E)
-        factor_RN = (r_R[:, None] - _NODES == n_N[None, :]).to(gl.float32)  # 1 of a query's own key
+        # Weights of entries, and of nodes.
+        decays_R, lag_R = decays + token_R * (V * _E), _lag(position_R)
+        position_C = begin + _indices(_E, 1, _MMA)
+        seen_CR = live_R[None, :] & (position_C < length)[:, None] & (position_C[:, None] >= lag_R[None, :])
+        seen_CR = seen_CR & ((position_C < group)[:, None] | (position_R // _T * _T == group)[None, :])
+        distance_CR = position_R[None, :] - position_C[:, None]
+        decay_CR = gl.load(decays_R[None, :] + distance_CR - 1, mask=seen_CR, other=0.0)
+        factor_NR = (n_N[:, None] == r_R[None, :] - HALF).to(gl.float32)  # 1 of a query's own key
         if N > 1:
-            distance_RN = position_R[:, None] - position_N[None, :]
-            seen_RN = live_R[:, None] & (there_N & (n_N < _NODES))[None, :] & (distance_RN > 0)
-            seen_RN = seen_RN & (position_R[:, None] // _T == position_N[None, :] // _T)
-            path_RN = gl.load((back + token_R * _E)[:, None] + distance_RN, mask=seen_RN, other=-1)
-            seen_RN = seen_RN & (path_RN == token_N[None, :])
-            decay_RN = gl.load(decays_R[:, None] + distance_RN - 1, mask=seen_RN, other=0.0)
-            factor_RN = gl.where(factor_RN != 0, factor_RN, decay_RN)
-        lag_R = _lag(position_N)
-        whole_R = gl.load(decays + token_N * (V * _E) + position_N - lag_R)
+            decay_NR = gl.load(decays_R[None, :] + distance_NR - 1, mask=seen_NR, other=0.0)
+            factor_NR = gl.where(factor_NR != 0, factor_NR, decay_NR)
+        whole_R = gl.load(decays_R + position_R - lag_R)
+        crossing = gl.sum(gl.where(position_R == group + _T, 1 << r_R, 0), 0)
         at_XR = node_R[None, :] * VALUES + out_X[:, None]
-        key_R = there_R & (at_R < _NODES)
-        value_XR = gl.load(value + at_XR, mask=key_R[None, :], other=0.0).to(gl.float32)
+        key_R = there_R & (at_R < HALF)
+        value_XR = gl.load(value + at_XR, mask=key_R[None, :], other=0.0)
         beta_R = gl.load(beta + node_R * V)
 
         async_copy.wait_group(0)
         barrier()
-        rows, pair_RN = (), gl.zeros([_R, _R], gl.float32, _MMA)
+        columns, pair_CR = (), gl.zeros([_E, R], gl.float32, _MMA)
+        pair_NR = gl.zeros([_T, R], gl.float32, _MMA)
         for d in gl.static_range(0, _SIZE, _T):
-            rows += (x.slice(d, _T, 1).load(_A),)  # type: ignore[assignment]
-            pair_RN = mma_v2(rows[d // _T], _as_columns(rows[d // _T]), pair_RN)
-        nodes.store(gl.permute(gl.where(factor_RN != 0, _times(factor_RN, pair_RN), 0.0), (1, 0)))
-        pair_RC = gl.zeros([_R, _E], gl.float32, _PAIRS)
-        for d in gl.static_range(0, _SIZE, _T):
-            key_DC = keys.slice(d, _T, 1).permute((1, 0)).load(gl.DotOperandLayout(1, _PAIRS, 2))
-            x_RD = gl.convert_layout(rows[d // _T], gl.DotOperandLayout(0, _PAIRS, 2))
-            pair_RC = mma_v2(x_RD, key_DC, pair_RC)
-        weight_RC = gl.where(seen_RC, _times(decay_RC, pair_RC), 0.0)
-        weight_RC = gl.permute(gl.reshape(weight_RC, (_R, GROUPS, _T)), (1, 0, 2))
-        weights.store(gl.reshape(weight_RC, (GROUPS * _R, _T)))
-        by_group, by_node = _seen_as(weights, [GROUPS, _R, _T], _TABLE), _seen_as(nodes, [_R, _R], _ROW)
+            x_DR = x.slice(d, _T, 1).permute((1, 0)).load(_B)
+            pair_CR = mma_v2(keys.slice(d, _T, 1).load(_A), x_DR, pair_CR)
+            pair_NR = mma_v2(padded.slice(d, _T, 1).load(_A), x_DR, pair_NR)
+            columns += (x_DR,)  # type: ignore[assignment]
+        weights.store(gl.where(seen_CR, _times(decay_CR, pair_CR), 0.0))
+        nodes.store(gl.where(factor_NR != 0, _times(factor_NR, pair_NR), 0.0))
+        by_group, by_node = _seen_as(weights, [GROUPS, _T, R], _TABLE), _seen_as(nodes, [_T, R], _ROW)
         barrier()
-        own_XR = gl.zeros([_SIZE, _R], gl.float32, _FMA)
+        own_XR = gl.zeros([_SIZE, R], gl.float32, _FMA)
         if group < length:
-            weight_TR = by_group.index((group - begin) // _T).permute((1, 0))
+            weight_TR = by_group.index((group - begin) // _T).load(gl.DotOperandLayout(1, _FMA, 0))
             ring_XT = ring.permute((1, 0)).load(gl.DotOperandLayout(0, _FMA, 0)).to(gl.float32)
-            own_XR = gl.dot_fma(ring_XT, weight_TR.load(gl.DotOperandLayout(1, _FMA, 0)), own_XR)
+            own_XR = gl.dot_fma(ring_XT, weight_TR, own_XR)
 
-        nothing_MR = gl.zeros([_SIZE, _R], gl.float32, _MMA)
+        nothing_MR = gl.zeros([_SIZE, R], gl.float32, _MMA)
         sum_MR, low_MR = nothing_MR, nothing_MR
         for part in gl.static_range(_SIZE // _T):
-            state_MD, x_DR = _as_rows(states[part], _A), _as_columns(rows[part])
-            sum_MR, low_MR = _multiply(sum_MR, low_MR, state_MD, x_DR)
+            sum_MR, low_MR = _multiply(sum_MR, low_MR, _as_rows(states[part], _A), columns[part])
         if begin == 0:  # no state
             sum_MR, low_MR = nothing_MR, nothing_MR
         if N > 1 and _lag(length + gl.minimum(end - first, _BLOCK) - 1) > begin:
             later_MR, later_low_MR = _fold_and_multiply(
-                x, begin, state_at, kept_key, kept_value, kept_decay, J, V
+                x, nothing_MR, begin, state_at, kept_key, kept_value, kept_decay, J, V
             )
             sum_MR = gl.where((lag_R > begin)[None, :], later_MR, sum_MR)
             low_MR = gl.where((lag_R > begin)[None, :], later_low_MR, low_MR)
         sum_MR, low_MR = _times(whole_R[None, :], sum_MR), _times(whole_R[None, :], low_MR)
         for part in gl.static_range(GROUPS - 1):
             if begin + part * _T < group:
-                weight_CR = by_group.index(part).permute((1, 0)).load(_B)
+                weight_CR = by_group.index(part).load(_B)
                 sum_MR, low_MR = _multiply(sum_MR, low_MR, _as_rows(values[part], _A), weight_CR)
 
         # Nodes, one after the other.
-        made_XR, total_XR = gl.zeros([_SIZE, _R], gl.float32, _FMA), _as_channels(sum_MR + low_MR)
+        left_XR = _left(value_XR, _as_channels(sum_MR + low_MR), key_R)
         for c in range(gl.minimum(end - first, N)):
-            if N > 1:
-                token = (first + c).to(gl.int64)
-                position = gl.load(position_ptr + token).to(gl.int32)
-                if position // _T * _T > group:  # a group that nodes of its path complete
-                    gl.store(made + at_XR, made_XR, mask=(key_R & (at_R < c))[None, :])
-                    barrier()
-                    path = back + token * _E + position
-                    k_T, k_D = group + _indices(_T, 0, _B), _indices(_T, 1, _B)
-                    from_T = key + gl.load(path - k_T, mask=k_T >= length, other=0) * KEYS
-                    key_T = gl.where(k_T >= length, from_T, kept_key + (k_T % _E) * KEYS)
-                    pair_RT = gl.zeros([_R, _T], gl.float32, _MMA)
-                    for d in gl.static_range(0, _SIZE, _T):
-                        key_DT = gl.load(key_T[None, :] + d + k_D[:, None])
-                        pair_RT = mma_v2(x.slice(d, _T, 1).load(_A), key_DT, pair_RT)
-                    distance_RT = position_R[:, None] - group - _indices(_T, 0, _MMA)[None, :]
-                    seen_RT = (r_R % _NODES == c)[:, None] & (distance_RT > 0)
-                    decay_RT = gl.load(decays_R[:, None] + distance_RT - 1, mask=seen_RT, other=0.0)
-                    weight_RT = gl.where(seen_RT, _times(decay_RT, pair_RT), 0.0)
-                    v_T = group + read_C
-                    from_T = made + gl.load(path - v_T, mask=v_T >= length, other=0) * VALUES
-                    value_T = gl.where(v_T >= length, from_T, kept_value + (v_T % _E) * VALUES)
-                    value_MT = _as_rows(gl.load(value_T[:, None] + read_X[None, :]), _A)
-                    sum_MR, low_MR = _multiply(sum_MR, low_MR, value_MT, _as_columns(weight_RT))
-                    total_XR = _as_channels(sum_MR + low_MR)
-            this_R = (at_R == c)[None, :]
-            new_XR = beta_R[None, :] * (value_XR - total_XR - own_XR)
-            new_X = gl.sum(gl.where(this_R, new_XR, 0.0), 1).to(made.dtype.element_ty).to(gl.float32)
-            made_XR = gl.where(this_R, new_X[:, None], made_XR)
+            token = (first + c).to(gl.int64)
+            if N > 1 and (crossing >> c) & 1 != 0:  # its path completes a group, for all nodes behind it
+                barrier()
+                path = back + token * _E + group + _T
+                k_T, k_D = group + _indices(_T, 1, _A), _indices(_T, 0, _A)
+                from_T = key + gl.load(path - k_T, mask=k_T >= length, other=0) * KEYS
+                key_T = gl.where(k_T >= length, from_T, kept_key + (k_T % _E) * KEYS)
+                pair_TR = gl.zeros([_T, R], gl.float32, _MMA)
+                for d in gl.static_range(0, _SIZE, _T):
+                    key_TD = gl.load(key_T[:, None] + d + k_D[None, :])
+                    x_DR = x.slice(d, _T, 1).permute((1, 0)).load(_B)
+                    pair_TR = mma_v2(key_TD, x_DR, pair_TR)
+                behind_R, place_R = _rows(run, position_ptr, N, R, 0, _MMA)[2:]  # read anew, as it is rare
+                past_R, passed = place_R >= group + _T, back + behind_R * _E + place_R - (group + _T)
+                seen_TR = (gl.load(passed, mask=past_R, other=-1) == token)[None, :]
+                distance_TR = place_R[None, :] - group - _indices(_T, 1, _MMA)[:, None]
+                from_TR = (decays + behind_R * (V * _E))[None, :] + distance_TR - 1
+                decay_TR = gl.load(from_TR, mask=seen_TR, other=0.0)
+                weight_TR = gl.where(seen_TR, _times(decay_TR, pair_TR), 0.0)
+                v_T = group + read_C
+                from_T = made + gl.load(path - v_T, mask=v_T >= length, other=0) * VALUES
+                value_T = gl.where(v_T >= length, from_T, kept_value + (v_T % _E) * VALUES)
+                value_MT = _as_rows(gl.load(value_T[:, None] + read_X[None, :]), _A)
+                sum_MR, low_MR = _multiply(sum_MR, low_MR, value_MT, gl.convert_layout(weight_TR, _B))
+                value_XR = gl.load(value + at_XR, mask=key_R[None, :], other=0.0)
+                left_XR = _left(value_XR, _as_channels(sum_MR + low_MR), key_R)
+            new_XR = gl.where((at_R == c)[None, :], beta_R[None, :] * (left_XR - own_XR), 0.0)
+            new_X = gl.sum(new_XR, 1).to(made.dtype.element_ty)
+            gl.store(made + token * VALUES + out_X, new_X)
             weight_R = by_node.index(c).load(gl.SliceLayout(0, _FMA))
-            weight_XR, new_XR = gl.broadcast(weight_R[None, :], new_X[:, None])
+            weight_XR, new_XR = gl.broadcast(weight_R[None, :], new_X.to(gl.float32)[:, None])
             own_XR = gl.fma(weight_XR, new_XR, own_XR)
-        gl.store(made + at_XR, made_XR, mask=key_R[None, :])
-        gl.store(out + at_XR, total_XR + own_XR, mask=(there_R & (at_R >= _NODES))[None, :])
+        gl.store(out + at_XR, left_XR + own_XR, mask=(there_R & (at_R >= HALF))[None, :])
