@@ -93,6 +93,7 @@ print(json.dumps([found[True], found[False]]))
 """Launches as a server does, in an order of its own, and counts what the cache has and lacks."""
 
 
+# private: launches of prompts of given sizes alone
 NOTES = """
 import json, sys
 from dataclasses import replace
