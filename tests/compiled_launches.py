@@ -540,10 +540,11 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     x_TI, ids_R = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     indexed_linear(x_TI, weight(8192, 4096, dtype), ids_R)
     if dtype.itemsize == 2:
+        for rows in (tokens, 64):
+            linear_ahead(x_TI.new_zeros(rows, 4096), weight(96, 4096, dtype))
         for gated in GATES:
             if tokens <= 16:
                 linear_few(x_TI, weight(4096, 4096, dtype), gated)
-                linear_ahead(x_TI, weight(96, 4096, dtype))
             if tokens <= 64:
                 swap_ab_linear(x_TI, weight(4096, 4096, dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
@@ -672,7 +673,7 @@ def launch_recurrent(state: torch.dtype) -> None:
     few_TX, rate_V = torch.zeros(8, 2 * values, dtype=bf16), torch.zeros(values)
     weights = inputs_RWC[0, 0, :, None].repeat(1, 4), *few_TX.chunk(2, 1), rate_V, rate_V
     inputs = delta_inputs(left.input_TC, *weights, inputs_RWC, kept.decay_REV, runs, left)
-    for rule, longest in ((delta_nodes, 8), (delta_nodes, TILE), (delta_prompts, 8)):
+    for rule, longest in ((delta_nodes, 1), (delta_nodes, 8), (delta_nodes, TILE), (delta_prompts, 8)):
         rule(inputs, kept, runs._replace(longest=longest), left.value_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
     one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
