@@ -125,7 +125,7 @@ def run_experts(
     shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
     x, kernel, weights, options, outputs = _launch(experts.gate_up, inner, tile, tiles, read, gates=True)
     inner_PI = x_TH.new_empty((pairs, inner))
-    kernel[(tiles, cdiv(inner, outputs))](
+    kernel[(tiles * options.get("PIECES", 1), cdiv(inner, outputs))](
         x,
         *weights,
         experts.gate_up_bias_EO,
@@ -142,7 +142,7 @@ def run_experts(
     made_PH = x_TH.new_empty((pairs, size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
     blocks = cdiv(size, outputs)
-    kernel[(tiles, blocks)](
+    kernel[(tiles * options.get("PIECES", 1), blocks)](
         x,
         *weights,
         experts.down_bias_EH,
@@ -192,7 +192,7 @@ def _launch(
         x, unit = read.values, read.unit_GT
     if isinstance(weight, Packed):
         assert weight.stacked or weight.floats or weight.bits == 8
-        if streams(weight, x, width, tile, few=tiles <= FEW_TILES):
+        if streams(weight, x, width, few=tiles <= FEW_TILES):
             return x, *streamed(weight, tile, gates)
         blocks = packed_blocks_for(tile, tiles, weight.floats, x.element_size())
     else:

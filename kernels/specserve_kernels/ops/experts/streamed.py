@@ -1,9 +1,9 @@
-"""Experts of 4 bits on Hopper, for tiles of up to 64 pairs. Shapes, arguments and bits are those of ``experts``.
+"""Experts of 4 bits on Hopper. Shapes, arguments and bits are those of ``experts``.
 
 Making numbers of what is read takes most of the time. Here four warps have two blocks of 64 rows, of gates and of what
 they gate, or neighbours, and make one block's numbers while tensor cores multiply the other's. They meet in each chunk
-of 256 inputs, and ask for chunks ahead: those of outputs ask for weights before they wait. A tile that is at most half
-full is multiplied as half a tile.
+of 256 inputs, and ask for chunks ahead: those of outputs ask for weights before they wait. A tile of 128 pairs is two
+programs' of 64, and what is at most half full is multiplied as half of it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from specserve_kernels.ops.linear.packed import words_of
 from specserve_kernels.ops.pdl import INTERPRETED, load_settled
 from specserve_kernels.reference.linear.packed import STEP, Packed
 
-# By pairs of a tile: stages, parts of a step, and most registers of a thread, 168 where three programs have room.
+# By pairs of a program: stages, parts of a step, and most registers of a thread, with 168 of which three programs have
+# room. Four stages have room for two: of few large experts, outputs are so few that three leave multiprocessors idle.
 OF_FLOATS = {16: (2, 1, 168), 32: (2, 2, 168), 64: (2, 2, None)}
-OF_INTEGERS = {16: (3, 1, None), 32: (3, 1, None), 64: (2, 2, None)}
+OF_INTEGERS = {16: (4, 1, None), 32: (3, 1, None), 64: (2, 2, None)}
 _GROUP = 32  # inputs of a scale of floats
 _STEP = gl.constexpr(STEP)
 _CHUNK, _WORDS = gl.constexpr(2 * STEP), gl.constexpr(STEP // 4)  # inputs asked for at once, and their words
@@ -49,20 +50,15 @@ _OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # as
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
-def streams(weight: Packed, x: Tensor, outputs: int, tile: int, few: bool) -> bool:
+def streams(weight: Packed, x: Tensor, outputs: int, few: bool) -> bool:
     """Return whether these kernels make ``outputs`` of each expert: where they are faster than those of ``experts``.
     ``few``: tiles that would not fill the device."""
     if INTERPRETED or capability_of(x.device)[0] != HOPPER or weight.bits != 4 or weight.step != STEP:
         return False
     if weight.floats:
-        chosen = weight.floats == _GROUP and tile in OF_FLOATS and not few
+        chosen = weight.floats == _GROUP and not few
     else:
-        chosen = (
-            tile in OF_INTEGERS
-            and weight.grouped
-            and weight.rows == 1
-            and weight.scale_WSN.element_size() == 2
-        )
+        chosen = weight.grouped and weight.rows == 1 and weight.scale_WSN.element_size() == 2
     aligned = copies(x) and x.stride(0) % 16 == 0 and x.shape[1] % 8 == 0 and outputs % 8 == 0
     return chosen and aligned and x.element_size() == 2 and outputs >= 2 * ROWS_EACH.value
 
@@ -80,14 +76,10 @@ def streamed(
         weight.unit_O,
     )
     kind = "int32" if weight.floats else str(scale.dtype).removeprefix("torch.")
-    stages, parts, registers = (OF_FLOATS if weight.floats else OF_INTEGERS)[tile]
-    options = {
-        "SCALE": getattr(gl, kind),
-        "STAGES": stages,
-        "PARTS": parts,
-        "num_warps": 4,
-        "maxnreg": registers,
-    }
+    pieces = max(1, tile // 64)
+    stages, parts, registers = (OF_FLOATS if weight.floats else OF_INTEGERS)[tile // pieces]
+    options = {"SCALE": getattr(gl, kind), "PIECES": pieces, "STAGES": stages, "PARTS": parts}
+    options |= {"num_warps": 4, "maxnreg": registers}
     if gates:
         return streamed_gate_up_kernel, tensors, options, ROWS_EACH.value
     return streamed_down_kernel, tensors, options, 2 * ROWS_EACH.value
@@ -114,6 +106,7 @@ def streamed_gate_up_kernel(
     H: gl.constexpr,
     BLOCK_P: gl.constexpr,
     SCALE: gl.constexpr,
+    PIECES: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -121,15 +114,16 @@ def streamed_gate_up_kernel(
     FORMAT: gl.constexpr = (OWN * 2 * I, H, SCALE, zero_ptr is not None, STAGES, PARTS)
     if OVERLAP:
         begin_after_last()
-    tile_ptrs = tile_ptr + gl.program_id(0) * 3
+    tile_ptrs = tile_ptr + gl.program_id(0) // PIECES * 3
     expert, first, end = gl.load(tile_ptrs) - first_expert, gl.load(tile_ptrs + 1), gl.load(tile_ptrs + 2)
-    if is_own(expert, E, OWN):
+    first += gl.program_id(0) % PIECES * (BLOCK_P // PIECES)
+    if is_own(expert, E, OWN) and first < end:
         first_o = gl.minimum(gl.program_id(1) * ROWS_EACH, I - ROWS_EACH)
         row = expert * (2 * I) + first_o
         stored, room = (values_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr, row, row + I), _room(FORMAT)
         _ask_first_weights(stored, room, FORMAT)
         tile = x_ptr, out_ptr, order_ptr, stride, first, end, first_o
-        _store_products(tile, stored, room, GATED, K, I, BLOCK_P, FORMAT)
+        _store_products(tile, stored, room, GATED, K, I, BLOCK_P // PIECES, FORMAT)
 
 
 @gluon.jit(do_not_specialize=["tickets_ptr", "tokens", "tiles", "first_expert"])
@@ -160,31 +154,33 @@ def streamed_down_kernel(
     H: gl.constexpr,
     BLOCK_P: gl.constexpr,
     SCALE: gl.constexpr,
+    PIECES: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Finds its tile and asks for weights before it waits. The last block of outputs begins within the one before."""
     FORMAT: gl.constexpr = (OWN * H, I, SCALE, zero_ptr is not None, STAGES, PARTS)
-    tile_ptrs = tile_ptr + gl.program_id(0) * 3
+    tile_ptrs = tile_ptr + gl.program_id(0) // PIECES * 3
     known = load_settled(tile_ptrs, True, 0)
     first, end = load_settled(tile_ptrs + 1, True, 0), load_settled(tile_ptrs + 2, True, 0)
+    first += gl.program_id(0) % PIECES * (BLOCK_P // PIECES)
     expert, first_o = known - first_expert, gl.minimum(gl.program_id(1) * 2 * ROWS_EACH, H - 2 * ROWS_EACH)
     row = expert * H + first_o
     stored = values_ptr, scale_ptr, zero_ptr, unit_ptr, bias_ptr, row, row + ROWS_EACH
     room = _room(FORMAT)
-    if is_own(expert, E, OWN):
+    if is_own(expert, E, OWN) and first < end:
         _ask_first_weights(stored, room, FORMAT)
     if OVERLAP:
         begin_after_last()
-    if is_own(expert, E, OWN):
+    if is_own(expert, E, OWN) and first < end:
         tile = inner_ptr, made_ptr, order_ptr, stride, first, end, first_o
-        _store_products(tile, stored, room, None, K, H, BLOCK_P, FORMAT)
+        _store_products(tile, stored, room, None, K, H, BLOCK_P // PIECES, FORMAT)
     if ADDED and known < E:
         used = gl.load(tile_ptr + tiles * 3)
         barrier()
         arrived = gl.atomic_add(tickets_ptr + gl.program_id(1), 1, sem="acq_rel", scope="gpu") + 1
-        if arrived == used:
+        if arrived == used * PIECES:
             gl.store(tickets_ptr + gl.program_id(1), 0)
             t = gl.arange(0, ADDED, gl.SliceLayout(1, _OUTPUTS))
             o = first_o + gl.arange(0, 2 * ROWS_EACH, gl.SliceLayout(0, _OUTPUTS))
