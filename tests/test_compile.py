@@ -122,18 +122,23 @@ for flags in json.loads(sys.argv[1]):
     compile.launch_all(config)
     print(*set(asked))
     asked.clear()
-    context = compile.create_shapes(config, compile.shape_plan(config), compile.shape_peers(config))
+    plan = compile.shape_plan(config)
+    context = compile.create_shapes(config, plan, compile.shape_peers(config))
     with compile.torch.inference_mode():
         for prompts, start, tokens in product((1, 3, 17, 33, 64, 65, 300), (0, 5), (1, 3, 16, 31, 61)):
             if prompts <= config.max_running_requests and prompts * tokens <= config.longest_launch:
                 compile._prefill(context, start, tokens, prompts=prompts)
+        sizes = [each for each in (1, 3, 9, 17, 33, 65) if each <= config.max_running_requests]
+        shapes = [shape for size in sizes for shape in plan.candidates(size)]
+        for shape in shapes:
+            compile.captured_launches(config, [shape], context)[0][0](shape)
     print(*asked)
     asked.clear()
     for cache in caches:
         cache.clear()
 """
 """Launches for each list of flags, compiles nothing, and prints which kernels were asked for, and which besides by
-launches of prompts, a line each."""
+launches of prompts and by steps, a line each."""
 
 
 def python(cache: Path, *command: str) -> str:
@@ -201,6 +206,7 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     pairs = [
         ("DeepSeek", ["--max-running-requests", "300", "--context-length", "384"], "_latents_kernel"),
         ("EAGLE", ["--quantization", "fp8"], "_packed_linear_kernel"),
+        ("MEDUSA", ["--max-running-requests", "70", "--cuda-graph-max-bs", "2"], "_quantized_linear_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
         ("SUFFIX", [], "_continuation_kernel"),

@@ -81,7 +81,7 @@ def test_a_prefix_that_was_answered_without_drafts(
     ]
     models = random_models if method == "DFLASH" else agreeing  # whose block drafts read the root alone
     scheduler, cold = (models.scheduler(method, SHAPE, **FAST) for _ in range(2))
-    scheduler.policy = StaticShapes(None, Padding((1, 2, 4) if graphs else ()))
+    scheduler.policy = StaticShapes(None, Padding((1, 2, 4)) if graphs else Padding(eager=(4, 6)))
     if method == "DFLASH":
         scheduler.policy = Sometimes(SHAPE)
     with fake_graphs():

@@ -21,7 +21,7 @@ Speculation = tuple[int, int, int]  # steps, topk, nodes a slot
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes that get graphs, up to and including ``largest``."""
+    """Return the batch sizes that others are padded to, up to and including ``largest``."""
     more = range(_BUCKETS[-1] + 64, largest, 64)
     return (*(size for size in (*_BUCKETS, *more) if size < largest), largest)
 
@@ -56,12 +56,20 @@ class ShapePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Pads batches to the next bucket. Larger batches, and those of a CPU or eager engine, are not padded."""
+    """Pads batches to the next of ``buckets``, which have graphs, or of the ``eager`` sizes above them, whose kernels
+    are compiled at start, too. On a CPU there are neither."""
 
     buckets: tuple[int, ...] = ()
+    eager: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, most_slots: int, largest_graph: int | None) -> Padding:
+        """Return that of a GPU; ``largest_graph``: None if nothing is captured."""
+        eager = tuple(size for size in batch_buckets(most_slots) if size > (largest_graph or 0))
+        return cls(batch_buckets(largest_graph) if largest_graph else (), eager)
 
     def size(self, slots: int) -> int:
-        return next((size for size in self.buckets if size >= slots), slots)
+        return next((size for size in (*self.buckets, *self.eager) if size >= slots), slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class StaticShapes:
 
     def shape(self, slots: int, drafting: int) -> StepShape:
         size = self.padding.size(slots)
-        if size in self.padding.buckets and drafting:
+        if drafting and size in (*self.padding.buckets, *self.padding.eager):
             drafting = size  # one shape for each bucket; nodes that some slots may not use go to others
         return step_shape(size, self.speculation, drafting, self.drafts)
 

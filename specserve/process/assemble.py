@@ -37,7 +37,6 @@ from specserve.engine.shapes import (
     ShapePlan,
     ShapePolicy,
     StaticShapes,
-    batch_buckets,
 )
 from specserve.engine.threads import choose_threads, usable_cores
 from specserve.kv.layout import Layout, lay_out
@@ -293,9 +292,9 @@ def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
 
 
 def shape_plan(config: EngineConfig) -> ShapePlan:
-    """Return the shapes that steps may have. Those within the batch buckets are captured."""
-    padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
+    """Return the shapes that steps may have. Those of batches up to ``largest_graph`` are captured."""
     slots = config.max_running_requests
+    padding = Padding.of(slots, config.largest_graph) if config.device == "cuda" else Padding()
     return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, config.most_slowdown)
 
 

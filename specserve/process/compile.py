@@ -36,13 +36,13 @@ import torch
 from specserve.config.engine import EngineConfig
 from specserve.engine.kernels import WATCH, Variant, settle_keys
 from specserve.engine.prompts import short_prefill, sizes_within
-from specserve.engine.shapes import ShapePlan, batch_buckets
 from specserve.models.checkpoint import DTYPES
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.process.gpu_peers import ShapePeers
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PromptChunks, ScoredTokens, prefill
+from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs
 from specserve.speculation.step import step
 
@@ -143,7 +143,7 @@ def launch_all(config: EngineConfig) -> None:
             _prefill(context, start, tokens)
     _prefill(context, 0, min(2, longest), ScoredTokens(_integers(1), _integers(1), 1))
     _prefill(context, 0, 1, prompts=min(config.max_running_requests, longest))
-    for launch, sizes in captured_launches(config, plan, context):
+    for launch, sizes in captured_launches(config, plan.shapes(), context):
         for size in sizes:
             launch(size)
 
@@ -154,11 +154,11 @@ def shape_peers(config: EngineConfig) -> ShapePeers | None:
 
 
 def captured_launches(
-    config: EngineConfig, plan: ShapePlan, context: Context
+    config: EngineConfig, shapes: Sequence[StepShape], context: Context
 ) -> list[tuple[Callable[[Any], object], Sequence[Any]]]:
-    """Return how to launch each kind that is captured on ``meta`` tensors, and its sizes, the largest last: steps, or
-    eager ones if none are captured, ``catch_up``, and prompts."""
-    shapes = sorted(plan.captured() or _eager_shapes(plan), key=lambda shape: (shape.nodes, shape.levels))
+    """Return how to launch each kind that is captured on ``meta`` tensors, and its sizes, the largest last: steps of
+    these shapes, ``catch_up``, and prompts."""
+    shapes = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels))
     capacity, drafter = context.state.slots.pages.shape[2] * config.page_size, context.drafter
     logits_XV = torch.empty(shapes[-1].nodes, context.vocab_size, dtype=DTYPES[config.dtype], device="meta")
 
@@ -189,10 +189,6 @@ def without_kernels() -> Iterator[None]:
         yield
     finally:
         KernelInterface.__getitem__ = launch
-
-
-def _eager_shapes(plan: ShapePlan) -> list[Any]:
-    return [shape for slots in batch_buckets(plan.most_slots) for shape in plan.candidates(slots)]
 
 
 def _prefill(

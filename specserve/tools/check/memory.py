@@ -180,7 +180,7 @@ def _graphs(config: EngineConfig, context: Context) -> int:
         return 0
     context = replace(context, attention=attention_for("triton", context.pool.config))  # others take as much
     with without_kernels(), torch.inference_mode(), Allocations() as made:
-        launches = captured_launches(config, shape_plan(config), context)
+        launches = captured_launches(config, shape_plan(config).captured(), context)
         total: int = made.held
         for launch, sizes in launches:
             made.peak = made.held

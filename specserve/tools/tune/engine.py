@@ -17,10 +17,10 @@ from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.runner import Runner
-from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, StaticShapes, batch_buckets
+from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, StaticShapes
 from specserve.layers.ranks import FLAG
 from specserve.messages import Submit
-from specserve.process.assemble import assemble, create_context, resolve_engine, shape_policy
+from specserve.process.assemble import assemble, create_context, resolve_engine, shape_plan, shape_policy
 from specserve.speculation.context import Context, Drafter
 from specserve.speculation.shape import StepShape
 from specserve.speculation.step import StepResult
@@ -72,8 +72,7 @@ class TuneEngine:
         plans = [ShapePlan(each, adaptive, running, drafts=config.drafts) for each, adaptive in shapes]
         plan = max(plans, key=lambda plan: plan.margin)
         context = create_context(config, plan)
-        largest = config.largest_graph
-        padding = Padding(batch_buckets(largest) if largest is not None else ())
+        padding = shape_plan(config).padding
         if config.device == "cuda":
             Runner(context, {}).warm_up(config.longest_launch)
         return cls(config, context, plan, padding, work)
