@@ -30,11 +30,14 @@ from tests.ranks import on_ranks
 
 
 def test_batches_larger_than_graphs_have_few_shapes() -> None:
-    plan = ShapePlan((3, 1, 4), adaptive=False, most_slots=40, padding=Padding.of(40, 8))
+    plan = ShapePlan(
+        (3, 1, 4), adaptive=False, most_slots=40, padding=Padding((1, 2, 4, 8), (12, 16, 24, 32, 40))
+    )
     assert {shape.slots for shape in plan.captured()} == {1, 2, 4, 8}
-    assert {shape.slots for shape in plan.shapes()} == {1, 2, 4, 8, 12, 16, 24, 32, 40}
     policy, known = StaticShapes(plan.speculation, plan.padding), set(plan.shapes())
-    assert all(policy.shape(slots, drafting) in known for slots in range(1, 41) for drafting in range(slots + 1))
+    assert all(
+        policy.shape(slots, drafting) in known for slots in range(1, 41) for drafting in range(slots + 1)
+    )
 
 
 def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import ClassVar, Protocol
 
@@ -62,12 +63,6 @@ class Padding:
     buckets: tuple[int, ...] = ()
     eager: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, most_slots: int, largest_graph: int | None) -> Padding:
-        """Return that of a GPU; ``largest_graph``: None if nothing is captured."""
-        eager = tuple(size for size in batch_buckets(most_slots) if size > (largest_graph or 0))
-        return cls(batch_buckets(largest_graph) if largest_graph else (), eager)
-
     def size(self, slots: int) -> int:
         return next((size for size in (*self.buckets, *self.eager) if size >= slots), slots)
 
@@ -82,9 +77,8 @@ class StaticShapes:
     cost: ClassVar[None] = None
 
     def choose(self, batch: Batch) -> StepShape:
-        drafting = sum(
-            min(each) > 0 for each in zip((s.cap for s in batch.effects), batch.rooms, strict=True)
-        )
+        caps = (s.cap for s in batch.effects)
+        drafting = sum(min(each) > 0 for each in zip(caps, batch.rooms, strict=True))
         return self.shape(len(batch.effects), drafting)
 
     def shape(self, slots: int, drafting: int) -> StepShape:
@@ -166,11 +160,8 @@ class ShapePlan:
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes of all batch sizes."""
-        return list(
-            dict.fromkeys(
-                shape for slots in range(1, self.most_slots + 1) for shape in self.candidates(slots)
-            )
-        )
+        each = map(self.candidates, range(1, self.most_slots + 1))
+        return list(dict.fromkeys(chain.from_iterable(each)))
 
     def captured(self) -> list[StepShape]:
         """Return the shapes that get graphs."""

@@ -37,6 +37,7 @@ from specserve.engine.shapes import (
     ShapePlan,
     ShapePolicy,
     StaticShapes,
+    batch_buckets,
 )
 from specserve.engine.threads import choose_threads, usable_cores
 from specserve.kv.layout import Layout, lay_out
@@ -293,8 +294,9 @@ def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
 
 def shape_plan(config: EngineConfig) -> ShapePlan:
     """Return the shapes that steps may have. Those of batches up to ``largest_graph`` are captured."""
-    slots = config.max_running_requests
-    padding = Padding.of(slots, config.largest_graph) if config.device == "cuda" else Padding()
+    slots, largest = config.max_running_requests, config.largest_graph or 0
+    eager = tuple(size for size in batch_buckets(slots) if size > largest) if config.device == "cuda" else ()
+    padding = Padding(batch_buckets(largest) if largest else (), eager)
     return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, config.most_slowdown)
 
 
