@@ -125,9 +125,9 @@ class Enough(Exception):
 
 READ_EARLY = {
     "_add_rms_norm_kernel": {"weight_ptr", "residual_ptr"},
-    "_attend_kernel": {"length_B", "q_start"},
+    "_attend_kernel": {"length_B", "q_start", "pages_BM", "mask_T"},
     "_gate_heads_kernel": {"gate_ptr", "weight_ptr"},
-    "_latents_kernel": {"length", "q_start"},
+    "_latents_kernel": {"length", "q_start", "pages_BM"},
     "_down_kernel": {"order_ptr", "tile_ptr"},
     "streamed_down_kernel": {"tile_ptr"},
     "_route_kernel": {"weight_ptr", "gate_ptr"},
@@ -157,6 +157,9 @@ READ_EARLY = {
 }
 """Arguments that kernels read before they wait: see ``specserve_kernels.ops.pdl``."""
 
+AHEAD = {"_linear_ahead_kernel", "_rotary_store_kv_kernel"}
+"""Kernels that let the next begin before they wait."""
+
 SIZES = {"O", "I", "HEADS", "SLOTS"}
 """Constants that say how much there is: to Triton's front end the code is the same."""
 
@@ -171,7 +174,11 @@ ACCESS = re.compile(
     r"|\b\w+\.async\w*_copy_global(?!.*[mM]odifier = cg)"
 )
 
-WEIGHTS_FIRST = {"linear.specialized._specialized_kernel": 3, "linear.streamed._streamed_kernel": 1}
+WEIGHTS_FIRST = {
+    "linear.specialized._specialized_kernel": 3,
+    "linear.streamed._streamed_kernel": 1,
+    "attention.latent_nodes._latents_kernel": 6,
+}
 """Kernels that have all but their first argument brought by the copy engine before they wait, and how many groups of
 warps they have, each of which waits."""
 COPIES = r"^.*\bcp\.async\.bulk\.tensor\.\w+\.shared.* ptr (nonnull )?%{}.*$"
@@ -246,7 +253,8 @@ class Compiler:
         self._run = JITFunction.run
         self._add_stages = CUDABackend.add_stages
         self._begun: set[str] = set()
-        self._last = self._ttgir = self._before = ""
+        self._last = self._ttgir = ""
+        self._ahead = 0  # how many launches in a row, the last among them, let the next in before they waited
         self._launches = 0
         self._first: dict[range, int] = {}
         self._holders: dict[range, range] = {}
@@ -294,11 +302,11 @@ class Compiler:
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
         """What of all that this launch reads early was first given to the launch before, which therefore made it, or to
-        the one before that, if the launch before let this one in without waiting."""
+        those before that let the next in without waiting, and the one before them."""
         given = {param.name: places_of(arg) for param, arg in zip(kernel.params, args, strict=False)}
         self._launches += 1
-        hasty, earliest = None, self._launches - (2 if self._before == "_linear_ahead_kernel" else 1)
-        self._before = kernel.__name__
+        hasty, earliest = None, self._launches - 1 - self._ahead
+        self._ahead = self._ahead + 1 if kernel.__name__ in AHEAD else 0
         for name in READ_EARLY.get(kernel.__name__, ()):
             for place in given.pop(name):
                 first = self._first.setdefault(self._holder(place), 0)  # what nobody was given is the host's
@@ -491,7 +499,8 @@ def launch_attention(
     if scales is not None:
         where = per_node_T, kv_heads, cache, pages_BM, per_node_T
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
-    for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
+    made = list_paths(per_node_T.clone(), q_start.clone(), length_B.clone(), 4, nodes)
+    for paths in (None, made._replace(mask_T=per_node_T)):
         if chains or paths:
             attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales, **more)
     attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales, **more)
@@ -517,7 +526,8 @@ def launch_latents(heads: int, nodes: int, scales: KVScales | None = None) -> No
     where = table, per_node_T, cache, pages_BM, per_node_T, scales
     store_latents(row_TX, torch.zeros(512, dtype=bf16), 1e-6, *where)
     shared, how = (query_TNX, cache, pages_BM), {"scales": scales, "scale": 0.1, "latent": 512}
-    paths = list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)
+    paths = list_paths(per_node_T.clone(), q_start.clone(), length_B.clone(), 4, nodes)
+    paths = paths._replace(mask_T=per_node_T)
     attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), **how)
     if scales is None:
         attend_latents(query_TNX, *shared[1:], length_B, q_start, nodes)
@@ -624,11 +634,11 @@ def launch_norms() -> None:
 def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's, also after cuBLAS."""
     scale_OG = torch.zeros(32, 28672).T
-    x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+    x_TI, given_TI = (torch.zeros(tokens, 4096, dtype=torch.bfloat16) for _ in range(2))
     integer_linear(round_inputs(x_TI, torch.int8), weight(28672, 4096, torch.int8), scale_OG, None, "silu")
     swap_ab_linear(x_TI, weight(28672, 4096), "silu")
     apply_gate(torch.zeros(tokens, 28672, dtype=torch.bfloat16), "silu")
-    gate_rows(x_TI, x_TI.clone(), weight(1, 4096))
+    gate_rows(x_TI, given_TI, weight(1, 4096))
 
 
 def launch_experts(tokens: int, correction: bool = False, biased: bool = False, first: int = 0) -> None:

@@ -53,8 +53,8 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
     """Let the next launch's programs start where there is room, and wait, once all programs have called this or ended.
-    Must not be called before ``wait_for_inputs``, or the launch after the next would be let in too, as
-    ``linear_ahead`` wants."""
+    Where it is called before ``wait_for_inputs``, the launch after the next may be let in, too, while the one before
+    this still runs: ``linear_ahead`` and ``rotary_store_kv``, after which attention finds what it reads, do so."""
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -62,8 +62,17 @@ def let_next_begin(OVERLAP: tl.constexpr):
 @triton.jit
 def load_settled(pointers, mask, other):
     """Load data written at least two launches ago, which is safe before the wait: the previous launch waited for it
-    before it let this one in. Bypasses L1, which is not coherent with other programs' stores."""
+    before it let this one in; if it did not wait, at least three. Bypasses L1, which is not coherent with other
+    programs' stores."""
     return tl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def ask_for(pointers_X):
+    """Bring what lies there into L2, soon. Whoever writes it may do so before or after."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers_X], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

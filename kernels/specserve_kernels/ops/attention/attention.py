@@ -29,7 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.attention.blocks import load_block, load_pages, load_parts, scales_of, scores_of
+from specserve_kernels.ops.attention.blocks import (
+    ask_for_rows,
+    load_block,
+    load_pages,
+    load_parts,
+    scales_of,
+    scores_of,
+)
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.attention.paths import Paths, fold_listed, fold_paths
 from specserve_kernels.ops.attention.splits import (
@@ -54,7 +61,7 @@ from specserve_kernels.ops.attention.units import (
     work_of,
 )
 from specserve_kernels.ops.device import limits_of, next_power_of_2, tickets
-from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.types import KVScales
 
 HEAD_DIMS = (32, 64, 128, 256, 512)
@@ -153,7 +160,6 @@ def _attend_kernel(
     offset_N, column_D = tl.arange(0, N), tl.arange(0, D)
     at_head = cache + head * D
     value = at_head + kv_stride
-    take_turn(OVERLAP)
     while at < work:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
         visible_end, units, stored = at_slot(slot, end_S), at_slot(slot, units_S), at_slot(slot, stored_S)
@@ -165,9 +171,9 @@ def _attend_kernel(
         whole = (unit == 0) & (run == units)
         first, count = slot * nodes, nodes
         if (TAIL == "chain") | (TAIL == "tree"):
-            first = tl.load(q_start + slot).to(tl.int32)
-            count = tl.load(q_start + slot + 1).to(tl.int32) - first
-        length = tl.load(length_B + slot).to(tl.int32)
+            first = load_settled(q_start + slot, None, None).to(tl.int32)
+            count = load_settled(q_start + slot + 1, None, None).to(tl.int32) - first
+        length = load_settled(length_B + slot, None, None).to(tl.int32)
         table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
         of_all = unit  # its number if a window's units are counted from position 0
         if window is not None:
@@ -181,7 +187,14 @@ def _attend_kernel(
             begin = tl.maximum(begin, tl.maximum(lowest, 0) // N)
         stop = tl.cdiv(tl.minimum(visible_end, run_end), N)
         pages = load_pages(table, begin * N, last_page, N, PAGE)
+        if OVERLAP:  # noqa: SIM102
+            if at == worker * share:
+                ask_for_rows(
+                    at_head, value, table, begin * N, tl.minimum(stop * N, visible_end) - 1, page_stride,
+                    NEAR, HEADS, D, EXTRA, PAGE,
+                )  # fmt: skip
         node_R, head_R, live_R = _rows_of(start, start + HELD, first, count, head, GROUP, R)
+        take_turn(OVERLAP)
         rows = load_parts(q, node_R * q_stride + head_R * (D + EXTRA), live_R, D, EXTRA)
         nearest = visible_end  # the first end of some row's keys
         end_R = tl.zeros([R], tl.int32) + visible_end
@@ -283,6 +296,7 @@ def _attend_kernel(
                     )
                     row += MERGED_ROWS
         at += run
+    take_turn(OVERLAP)  # without work, too
     if (TAIL == "chain") | (TAIL == "tree"):  # unused nodes get finite outputs, which are not read
         spare = tl.load(q_start + slots).to(tl.int32) + worker
         while spare < total:
@@ -366,7 +380,7 @@ def attend_nodes(
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``:
     the start of each slot's nodes, at most ``max_nodes`` (64) a slot, none only if T is more than B; unused nodes get
     zeros. ``paths``: from ``list_paths``, for as many nodes; None: each slot's nodes are a chain. Index tensors are
-    int64 or int32; ``length_B`` and ``q_start`` must not come from the launch right before this one: see ``pdl``.
+    int64 or int32, and must not come from the two launches right before this one: see ``pdl``.
     ``scale``: what scores are multiplied by, None: one over the square root of D. ``sinks_H`` ``[Hq]``, a float dtype:
     each head's score of one more key, whose value is 0. ``cap``: c, if scaled scores s become ``c * tanh(s / c)``.
     ``latent``: all heads read the same rows, ``cache`` is ``[pages, 1, page size, D]``, and the first so many numbers

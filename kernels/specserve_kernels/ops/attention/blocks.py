@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from specserve_kernels.ops.attention.splits import fold
+from specserve_kernels.ops.pdl import ask_for, load_settled
 from specserve_kernels.types import KVScales
 
 LOG2_E = math.log2(math.e)
@@ -60,12 +61,28 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
     pipeline them like keys, through shared memory, which costs more.
     """
     if 4 * PAGE < N:
-        pages = (tl.load(table + tl.minimum((first + tl.arange(0, N)) // PAGE, last)),)
+        pages = (load_settled(table + tl.minimum((first + tl.arange(0, N)) // PAGE, last), None, None),)
     else:
-        pages = (tl.load(table + tl.minimum(first // PAGE, last)),)
+        pages = (load_settled(table + tl.minimum(first // PAGE, last), None, None),)
         for i in tl.static_range(1, N // PAGE):
-            pages += (tl.load(table + tl.minimum(first // PAGE + i, last)),)  # type: ignore[assignment]
+            pages += (load_settled(table + tl.minimum(first // PAGE + i, last), None, None),)  # type: ignore[assignment]
     return pages
+
+
+@triton.jit
+def ask_for_rows(
+    at_head, value, table, first, last, page_stride, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    EXTRA: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Ask for keys and values at N positions from ``first`` on, up to the ``last``."""
+    position_N = tl.minimum(first + tl.arange(0, N), last)
+    page_N = load_settled(table + position_N // PAGE, None, None).to(tl.int64)
+    row_N = page_N * page_stride + position_N % PAGE * (HEADS * (D + EXTRA))
+    line: tl.constexpr = 1024 // at_head.dtype.element_ty.primitive_bitwidth
+    for column in tl.static_range(0, D + EXTRA, line):
+        ask_for(at_head + row_N + column)
+        if not EXTRA:
+            ask_for(value + row_N + column)
 
 
 @triton.jit

@@ -111,7 +111,8 @@ def attend_latents(
     paths: Paths | None = None,
 ) -> Tensor:
     """Same as ``attend_nodes``, and as ``attend_chunks`` of a ``prompt``, where ``length`` are the tokens' positions;
-    with ``entries`` as ``attend_frontier`` of one node a slot, which has so many."""
+    with ``entries`` as ``attend_frontier`` of one node a slot, which has so many. Rows at positions before ``length``,
+    too, must not come from the two launches right before this one."""
     (total, heads, size), slots = q_TND.shape, len(pages_BM)
     chain = prompt or total != slots
     nodes = max_nodes if chain else 1
@@ -192,7 +193,6 @@ def _plan(length, q_start, slots, entries, most, WARPS: gl.constexpr, FORM: gl.c
     HEADS: gl.constexpr = FORM[2]
     R: gl.constexpr = FORM[3]
     SLOTS: gl.constexpr = FORM[4]
-    OVERLAP: gl.constexpr = FORM[5]
     TREE: gl.constexpr = FORM[6]
     slot_S = gl.arange(0, SLOTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     there_S = slot_S < slots
@@ -205,8 +205,6 @@ def _plan(length, q_start, slots, entries, most, WARPS: gl.constexpr, FORM: gl.c
     if PROMPT:
         from_S, there_S = first_S, count_S > 0
     end_S = gl.load(length + from_S, mask=there_S, other=0, cache_modifier=".cg").to(gl.int32)
-    if OVERLAP:
-        begin_after_last()
     length_S = end_S
     end_S = end_S // _BOX_ROWS * _BOX_ROWS if TREE else end_S + count_S + (entries - 1)
     tiles_S = (count_S * HEADS + R - 1) // R
@@ -272,17 +270,20 @@ def _paths(slots_S, slot, end, first, entries, pack_TC, sixteens, WARPS: gl.cons
 @gluon.jit
 def _page(table, block, part: gl.constexpr, last, PAGE: gl.constexpr):
     """Return the page of one of a block's boxes; of one after the last position, its page."""
-    return gl.load(table + gl.minimum(block * N + part * _BOX_ROWS, last) // PAGE).to(gl.int32)
+    at = table + gl.minimum(block * N + part * _BOX_ROWS, last) // PAGE
+    return gl.load(at, cache_modifier=".cg").to(gl.int32)
 
 
 @gluon.jit
 def _bring(part: gl.constexpr, given, barriers, FORM: gl.constexpr, PAGE: gl.constexpr):
-    """Ask for a quarter of each block, and for queries, as soon as there is room for them."""
+    """Ask for a quarter of each block, and for queries, as soon as there is room for them; for rows of earlier passes
+    before the wait."""
     CHAIN: gl.constexpr = FORM[0]
     HEADS: gl.constexpr = FORM[2]
     R: gl.constexpr = FORM[3]
     COLUMNS: gl.constexpr = D // _BOX
     PARTS: gl.constexpr = N // _BOX_ROWS
+    OVERLAP: gl.constexpr = FORM[5]
     TREE: gl.constexpr = FORM[6]
     q_desc, cache_desc, cache, pages_BM, length, q_start, listed, pack_TC, strides, sizes, boxes = given
     table_stride, page_rows = strides
@@ -291,6 +292,8 @@ def _bring(part: gl.constexpr, given, barriers, FORM: gl.constexpr, PAGE: gl.con
     asked, unused, full, _, empty = barriers
     slots_S, whole, begin, stop = _plan(length, q_start, slots, entries, most, 1, FORM)
     _, _, fine, apart = whole
+    if OVERLAP and TREE:
+        begin_after_last()
     number, tiles = 0, 0  # of blocks and tiles so far
     while begin < stop:
         slot, tile, _, end, blocks, units, unit, run, _, begin = _tile_of(slots_S, whole, begin, stop, FORM)
@@ -302,29 +305,36 @@ def _bring(part: gl.constexpr, given, barriers, FORM: gl.constexpr, PAGE: gl.con
             page = _page(table, block, part, last, PAGE)
             first = slot
             if CHAIN:
-                first = gl.load(q_start + slot).to(gl.int32)
-            stop_block = last_block
+                first = gl.load(q_start + slot, cache_modifier=".cg").to(gl.int32)
+            stop_block, stored = last_block, _at(slot, slots_S[6])
             if TREE:
                 its_length, used, groups = _paths(slots_S, slot, end, first, entries, pack_TC, sixteens, 1)
                 stop_block = last_block + gl.where(unit + run == units, used * groups, 0)
-            if part == 0:
-                row = first * HEADS + tile * R
-                mbarrier.wait(unused, (tiles - 1) & 1)
-                mbarrier.expect(asked, R * (D + EXTRA) * 2)
-                for column in gl.static_range(COLUMNS):
-                    load_box(q_desc, [row, column * _BOX], asked, q_latents.index(column))
-                load_box(q_desc, [row, D], asked, q_ropes.index(0))
-                tiles += 1
+            queries_at = gl.minimum(block + _STAGES, last_block) - 1
             while block < last_block:
                 stage = number % _STAGES
                 bar = full.index(stage)
                 row = page * page_rows + (block * N + part * _BOX_ROWS) % PAGE
+                if OVERLAP and not TREE:  # noqa: SIM102
+                    if block * N + (part + 1) * _BOX_ROWS > stored:
+                        begin_after_last()
                 mbarrier.wait(empty.index(stage), (number // _STAGES - 1) & 1)
                 mbarrier.expect(bar, _BOX_ROWS * (D + EXTRA) * 2)
                 for column in gl.static_range(COLUMNS):
                     into = latents.index((stage * COLUMNS + column) * PARTS + part)
                     load_box(cache_desc, [row, column * _BOX], bar, into)
                 load_box(cache_desc, [row, D], bar, ropes.index(stage * PARTS + part))
+                if part == 0:  # noqa: SIM102
+                    if block == queries_at:
+                        if OVERLAP:
+                            begin_after_last()
+                        row = first * HEADS + tile * R
+                        mbarrier.wait(unused, (tiles - 1) & 1)
+                        mbarrier.expect(asked, R * (D + EXTRA) * 2)
+                        for column in gl.static_range(COLUMNS):
+                            load_box(q_desc, [row, column * _BOX], asked, q_latents.index(column))
+                        load_box(q_desc, [row, D], asked, q_ropes.index(0))
+                        tiles += 1
                 block += 1
                 number += 1
                 page = _page(table, block, part, last, PAGE)
@@ -415,6 +425,7 @@ def _attend_half(
     OF_ROWS: gl.constexpr = gl.SliceLayout(AXIS, VALUES)
     SHAPE: gl.constexpr = [_HALF.value, R] if FEW else [R, _HALF.value]
     OF_SUMS: gl.constexpr = [64, R] if FEW else [R, _ONES.value]
+    OVERLAP: gl.constexpr = FORM[5]
     TREE: gl.constexpr = FORM[6]
     length, q_start, listed, mask_T, pack_TC, out, acc, stats, tickets = tensors
     scale, slots, total, nodes, entries, sixteens, packs, most = sizes
@@ -435,8 +446,10 @@ def _attend_half(
             whole = (unit == 0) & (run == units)
             first, count = slot, 1
             if CHAIN:
-                first = gl.load(q_start + slot).to(gl.int32)
-                count = gl.load(q_start + slot + 1).to(gl.int32) - first
+                first = gl.load(q_start + slot, cache_modifier=".cg").to(gl.int32)
+                count = gl.load(q_start + slot + 1, cache_modifier=".cg").to(gl.int32) - first
+            if OVERLAP:
+                begin_after_last()
             start = tile * R
             where = (out, first.to(gl.int64) * HEADS + start, gl.minimum(count * HEADS - start, R))
             block = _begin(unit, fine, apart)
@@ -595,6 +608,8 @@ def _attend_half(
                         share_end = before // share * share + share
                         merged = _units(gl.minimum(share_end - before, blocks), fine, apart) - 1
                         _merge(half, acc, stats, its + merged, stored_units - merged, where, R)
+    if OVERLAP:  # without work, too
+        begin_after_last()
     if CHAIN and half == 1:  # unused nodes get finite outputs, which are not read
         spare = gl.load(q_start + slots).to(gl.int32) + gl.program_id(0)
         column_D = gl.arange(0, D, _BY_THREAD)

@@ -80,5 +80,5 @@ class LaunchPlan(NamedTuple):
         tiles = -(-need // held)
         most = max(slots * tiles, min(slots * tiles * units, _STORED // (kv_heads * rows * size * 4)))
         workers = min(slots * tiles * units, max(slots * tiles, fill))
-        merged = 32 // held if held < rows else (16 if need <= 8 else 8) // (4 if size > 256 else 1)
+        merged = 32 // held if held < rows else 8 // (4 if size > 256 else 1)
         return cls(rows, tiles, block, warps, workers, most, merged, stages, held, broad)

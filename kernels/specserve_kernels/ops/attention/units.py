@@ -105,7 +105,7 @@ def lows_of(
         depth_R = local_R
         first_depth, last_depth = start // GROUP, tl.minimum((start + R - 1) // GROUP, count - 1)
     elif TAIL == "tree":
-        mask_R = tl.load(mask_T + first + local_R, mask=local_R < count, other=1).to(tl.int64)
+        mask_R = load_settled(mask_T + first + local_R, local_R < count, 1).to(tl.int64)
         depth_R = ones_of(mask_R) - 1
     else:
         depth_R = tl.zeros([R], tl.int32) + (entries - 1)

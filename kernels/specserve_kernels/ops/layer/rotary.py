@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, wait_for_inputs
 from specserve_kernels.types import LARGEST_FP8, HeadNorms, KVScales
 
 TILE = 2048  # elements of a program: whole heads
@@ -121,7 +121,8 @@ def _rotary_store_kv_kernel(
     at = tl.maximum(place, 0)
     page = load_settled(pages_ptr + at // PAGE, place >= 0, 0).to(tl.int64)
     to_ptr = cache_ptr + page * PAGE_STRIDE + at % PAGE * (K * D)
-    take_turn(OVERLAP)
+    let_next_begin(OVERLAP)
+    wait_for_inputs(OVERLAP)
 
     mask = inside & (head < Q + 2 * K)
     from_ptr = qkv_ptr + t * stride + tl.minimum(head, Q) * (QUERY_PARTS - 1) * D + head * D + c
