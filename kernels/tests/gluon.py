@@ -22,6 +22,8 @@ class Pointer:
         self.numbers, self.offset = numbers, torch.as_tensor(offset)
         self.dtype = SimpleNamespace(element_ty=numbers.dtype)
 
+    shape = property(lambda self: self.offset.shape)
+
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.numbers, self.offset + torch.as_tensor(offset).long())
 
@@ -61,7 +63,7 @@ class Shared:
                 self.boxes += part.split(rows)
         return Shared(blocks)
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.tensor.narrow(dim, start, length))
 
     def load(self, _: Any) -> Tensor:
@@ -149,8 +151,11 @@ def allocate(dtype: torch.dtype, shape: list[int], _: Any, value: Tensor | None 
     return Shared(torch.full(shape, unset, dtype=dtype) if value is None else value.clone())
 
 
-def product(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    return a.tensor.float() @ b.tensor.float() + (sums if use_acc else 0)
+def product(
+    a: Shared | Tensor, b: Shared, sums: Tensor, use_acc: bool = True, is_async: bool = False
+) -> Tensor:
+    a = a.tensor if isinstance(a, Shared) else a
+    return a.float() @ b.tensor.float() + (sums if use_acc else 0)
 
 
 def where(which: Any, a: Any, b: Any) -> Any:
@@ -168,6 +173,9 @@ def of_tensors(function: Any) -> Any:
 
 class Plain(ast.NodeTransformer):
     """Without Gluon's imports and decorators; numbers whose bits are reinterpreted are viewed."""
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        return None if node.names[0].name.startswith("triton") else node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         return None if (node.module or "").startswith(("triton", "specserve_kernels.ops.linear")) else node
@@ -209,8 +217,8 @@ class Kernel:
         return launch
 
 
-def on_cpu(module: ModuleType) -> SimpleNamespace:
-    """Return the module's names, of which kernels run on a CPU."""
+def on_cpu(module: ModuleType, **given: Any) -> SimpleNamespace:
+    """Return the module's names, of which kernels run on a CPU. ``given``: what it imports of others."""
     nothing, barriers = lambda *_, **__: None, Barriers()
     gl = SimpleNamespace(
         constexpr=lambda value: Constant(value) if type(value) is int else value,
@@ -229,11 +237,12 @@ def on_cpu(module: ModuleType) -> SimpleNamespace:
         warp_specialize=specialize, inline_asm_elementwise=lambda *_, **__: 0,
         split=lambda x: (x[..., 0].clone(), x[..., 1].clone()), permute=torch.permute, reshape=torch.reshape,
         SliceLayout=nothing, BlockedLayout=nothing, SwizzledSharedLayout=nothing,
-        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing,
+        NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, max_contiguous=lambda x, _: x,
+        full_like=torch.full_like, join=lambda a, b: torch.stack((a, b), -1), broadcast_to=torch.broadcast_to,
     )  # fmt: skip
     names: dict[str, Any] = {
-        "__name__": module.__name__, "gl": gl, "barrier": nothing, "begin_after_last": nothing,
-        "fence_async_shared": nothing, "warpgroup_mma": product,
+        "__name__": module.__name__, "gl": gl, "tl": gl, "ROWS_EACH": Constant(64), "barrier": nothing,
+        "begin_after_last": nothing, "fence_async_shared": nothing, "warpgroup_mma": product,
         "mma_v2": lambda a, b, sums: a.float() @ b.float() + sums,
         "warpgroup_mma_wait": lambda _, waited: waited[0] if len(waited) == 1 else tuple(waited),
         "async_copy": SimpleNamespace(
@@ -245,6 +254,6 @@ def on_cpu(module: ModuleType) -> SimpleNamespace:
     }  # fmt: skip
     tree = ast.fix_missing_locations(Plain().visit(ast.parse(Path(str(module.__file__)).read_text())))
     exec(compile(tree, str(module.__file__), "exec"), names)
-    names["load_settled"] = load
+    names |= {"load_settled": load} | given
     names |= {name: Kernel(names[name], gl) for name in names if name.endswith("_kernel")}
     return SimpleNamespace(names=names, **{name: names[name] for name in names if not name.startswith("__")})

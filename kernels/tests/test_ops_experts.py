@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +18,13 @@ from specserve_kernels.reference.linear.packed import Numbers, Packed, pack
 from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded
 from torch import Tensor
 
+from kernels.tests.gluon import on_cpu
+
 pytest.importorskip("triton")
+from specserve_kernels.ops.experts import add, streamed, words
 from specserve_kernels.ops.experts import experts as ops
 from specserve_kernels.ops.experts import route as routing_ops
+from specserve_kernels.ops.linear import floats as packed_floats
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.reference.experts import experts as reference
 from specserve_kernels.reference.experts import route as routing_reference
@@ -243,6 +248,45 @@ def test_sums_of_experts_as_in_a_file(tokens: int, kind: str, module: object, dt
     torch.testing.assert_close(
         found.double(), expected, atol=3 * scale * TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.skipif(ON_GPU, reason="those before it run them")
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [("int4 128 1 zeros", 5), ("floats4 32 1", 20), ("int4 128 1", 150)],
+)
+def test_experts_in_gluon(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three, in tiles of 16, 32 and 128. Chunks take turns in shared memory; the last has one step, of few
+    inputs."""
+    x_TH, routes, experts = drawn(tokens, 3, 2, 1032, 328, True, torch.bfloat16)
+    weights, meant = zip(*(as_in_a_file(each[1:].float(), kind) for each in experts[:2]), strict=True)  # type: ignore[index]
+    added, numbers, floats = map(on_cpu, (add, words, packed_floats))
+    module = on_cpu(
+        streamed,
+        is_own=added.is_own,
+        add_outputs=added.add_outputs,
+        weight_of_nibbles=numbers.weight_of_nibbles,
+        factors=floats.factors,
+        weight_by=floats.weight_by,
+        across=lambda each_O, like: each_O[:, None].expand_as(like),
+        scale_of=lambda word, half, dtype: word.view(dtype).view(-1, 2)[:, half].float(),
+        add_scaled=lambda product, scale_O, sums: product * scale_O[:, None] + sums,
+        activate=lambda gate, up, _: torch.nn.functional.silu(gate) * up,
+    )
+
+    def launch(weight: Packed, tile: int, gates: bool) -> Any:
+        _, tensors, options, outputs = streamed.streamed(weight, tile, gates)
+        kernel = module.streamed_gate_up_kernel if gates else module.streamed_down_kernel
+        scale = torch.int32 if weight.floats else weight.scale_WSN.dtype
+        return kernel, tensors, options | {"SCALE": scale}, outputs
+
+    monkeypatch.setattr(ops, "streams", lambda *_, **__: True)
+    monkeypatch.setattr(ops, "streamed", launch)
+    biases = [each[1:] for each in experts[2:4]]  # type: ignore[index]
+    found = ops.run_experts(x_TH, routes, ExpertWeights(*weights, *biases), "silu", None, 1, 3)
+    wide = ExpertWeights(*meant, *(each.double() for each in biases))
+    expected = reference.run_experts(x_TH.double(), routes, wide, "silu", None, 1, 3)
+    torch.testing.assert_close(found.double(), expected, atol=1e-2 * expected.abs().max().item(), rtol=2e-2)
 
 
 @pytest.mark.parametrize(
