@@ -274,8 +274,8 @@ def test_experts_in_gluon(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatc
         activate=lambda gate, up, _: torch.nn.functional.silu(gate) * up,
     )
 
-    def launch(weight: Packed, tile: int, gates: bool) -> Any:
-        _, tensors, options, outputs = streamed.streamed(weight, tile, gates)
+    def launch(weight: Packed, tile: int, _: float, gates: bool) -> Any:
+        _, tensors, options, outputs = streamed.streamed(weight, tile, 200, gates)
         kernel = module.streamed_gate_up_kernel if gates else module.streamed_down_kernel
         scale = torch.int32 if weight.floats else weight.scale_WSN.dtype
         return kernel, tensors, options | {"SCALE": scale}, outputs

@@ -122,8 +122,11 @@ def run_experts(
     pairs, chosen = routes.expert_TK.numel(), routes.expert_TK.shape[1]
     order_P, tile_X3 = routes.tiles
     tile, tiles, few = pairs_of_tile(pairs, count), len(tile_X3) - 1, tokens <= FEW_TOKENS
+    used = own * (1 - (1 - 1 / count) ** pairs)  # experts that as many pairs are expected to choose
     shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
-    x, kernel, weights, options, outputs = _launch(experts.gate_up, inner, tile, tiles, read, gates=True)
+    x, kernel, weights, options, outputs = _launch(
+        experts.gate_up, inner, tile, tiles, used, read, gates=True
+    )
     inner_PI = x_TH.new_empty((pairs, inner))
     kernel[(tiles * options.get("PIECES", 1), cdiv(inner, outputs))](
         x,
@@ -138,7 +141,9 @@ def run_experts(
         **shape,
         **options,
     )
-    x, kernel, weights, options, outputs = _launch(experts.down, size, tile, tiles, inner_PI, gates=False)
+    x, kernel, weights, options, outputs = _launch(
+        experts.down, size, tile, tiles, used, inner_PI, gates=False
+    )
     made_PH = x_TH.new_empty((pairs, size), dtype=torch.float32)
     out_TH = x_TH.new_empty((tokens, size))
     blocks = cdiv(size, outputs)
@@ -181,7 +186,13 @@ def run_experts(
 
 
 def _launch(
-    weight: Tensor | Packed, width: int, tile: int, tiles: int, read: Tensor | Rounded, gates: bool
+    weight: Tensor | Packed,
+    width: int,
+    tile: int,
+    tiles: int,
+    used: float,
+    read: Tensor | Rounded,
+    gates: bool,
 ) -> tuple[Tensor, Any, tuple[Tensor | None, ...], dict[str, Any], int]:
     """Return the inputs of a launch for ``width`` outputs of each expert, its kernel, the numbers, scales, zero points
     and units, its constants, and the outputs of a program."""
@@ -192,8 +203,8 @@ def _launch(
         x, unit = read.values, read.unit_GT
     if isinstance(weight, Packed):
         assert weight.stacked or weight.floats or weight.bits == 8
-        if streams(weight, x, width, few=tiles <= FEW_TILES):
-            return x, *streamed(weight, tile, gates)
+        if streams(weight, x, width):
+            return x, *streamed(weight, tile, used * width / limits_of(x.device).processors, gates)
         blocks = packed_blocks_for(tile, tiles, weight.floats, x.element_size())
     else:
         blocks = blocks_for(tile, x.element_size())
