@@ -189,8 +189,7 @@ def drafted(path: Path, kind: str) -> list[str]:
     if kind == "MiMo":
         target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2, layers=1)
         return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
-    layers = 3 if kind in ("DSPARK", "P_EAGLE") else 1  # those read several of them
-    target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2, layers=layers)
+    target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2, layers=4)
     if kind == "of 4 bits":
         return ["--model-path", str(quantize(target, path / "quantized", "gptq act order"))]
     if kind not in MAKES:

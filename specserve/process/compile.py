@@ -32,10 +32,14 @@ from typing import Any, NamedTuple
 
 import specserve_kernels
 import torch
+from torch import Tensor, nn
 
 from specserve.config.engine import EngineConfig
 from specserve.engine.kernels import WATCH, Variant, settle_keys
 from specserve.engine.prompts import short_prefill, sizes_within
+from specserve.layers.batch import LayerCall
+from specserve.layers.decoder import DecoderLayer
+from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import create_shapes, shape_plan
@@ -137,6 +141,7 @@ def launch_all(config: EngineConfig) -> None:
     """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
     plan = shape_plan(config)
     context = create_shapes(config, plan, shape_peers(config))
+    leave_out_repeated(context.target)
     longest = config.longest_launch
     for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):
         for start in (0, 1):
@@ -146,6 +151,34 @@ def launch_all(config: EngineConfig) -> None:
     for launch, sizes in captured_launches(config, plan.shapes(), context):
         for size in sizes:
             launch(size)
+
+
+class _Repeated(DecoderLayer):
+    """Stands in for ``layer``, whose launches are those of others."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        nn.Module.__init__(self)
+        self.rope = layer.rope
+
+    def enter(self, *stream: Any) -> tuple[Any, Tensor]:
+        return stream, stream[1]
+
+    def forward(self, stream: Any, residual_TH: Tensor, call: LayerCall, *own: Tensor) -> Any:
+        return stream
+
+
+def leave_out_repeated(target: TargetModel) -> None:
+    """Replace each layer that is as an earlier one, after one that is as the one before that: it launches nothing new.
+    They take most of a dry run's time."""
+    seen, before = set(), ""
+    for number, layer in enumerate(target.layers[:-1]):
+        assert isinstance(layer, DecoderLayer)
+        tensors = [(name, each.shape, each.dtype) for name, each in layer.state_dict().items()]
+        kind = repr((type(layer), replace(target.config.layers[number], index=None), tensors))
+        if (before, kind) in seen:
+            target.layers[number] = _Repeated(layer)
+        seen.add((before, kind))
+        before = kind
 
 
 def shape_peers(config: EngineConfig) -> ShapePeers | None:
@@ -202,7 +235,7 @@ def _prefill(
     prefill(context, View.of(context, _integers(prompts), start + tokens, Needs()), chunks)
 
 
-def _integers(size: int) -> torch.Tensor:
+def _integers(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.int64, device="meta")
 
 

@@ -37,7 +37,8 @@ def pack_floats(
         raise ValueError(f"4-bit floats in groups of {group} inputs; accepted are 16 and 32")
     one = scale_OG.new_ones(1, 1) if unit_O1 is None else unit_O1
     given = values_OI, scale_OG, one.float().expand(len(values_OI), 1)
-    slices = [each.split(max(1, SLICE // values_OI.shape[1])) for each in given]
+    most = len(values_OI) if values_OI.is_meta else max(1, SLICE // values_OI.shape[1])
+    slices = [each.split(most) for each in given]
     words, scales, units = zip(*(_pack(group, *each) for each in zip(*slices, strict=True)), strict=True)
     return torch.cat(words), torch.cat(scales, 1).contiguous(), torch.cat(units)
 
