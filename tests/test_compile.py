@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,11 @@ pytest.importorskip("triton")
 import torch
 from specserve_kernels import FP8, Packed
 from specserve_kernels.ops.device import H200, Gpu
+from specserve_kernels.ops.experts import experts
+from specserve_kernels.ops.experts import streamed as streamed_experts
 from specserve_kernels.ops.linear import choose, packed, streamed
+from specserve_kernels.reference.experts.experts import ExpertWeights
+from specserve_kernels.reference.experts.route import Routes, Tiles
 from torch import Tensor
 
 from specserve.compile import main
@@ -26,7 +31,7 @@ from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.engine.kernels import KernelWatch, MissingKernel, Variant
 from specserve.process.assemble import resolve_engine
-from specserve.process.compile import PROMPT_TOKENS, CompileAhead, CompileJob, list_file
+from specserve.process.compile import PROMPT_TOKENS, CompileAhead, CompileJob, list_file, without_kernels
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.glm import make_glm
@@ -247,6 +252,37 @@ def test_the_dry_run_multiplies_as_any_prompt_does(
     monkeypatch.setattr(choose, "INTERPRETED", False)
     any_prompts = (*range(1, 1025), *range(1040, 8193, 16))  # no tile has fewer
     assert {launch(tokens) for tokens in any_prompts} == {launch(t) for t in (*PROMPT_TOKENS, 8192)}
+
+
+@pytest.mark.parametrize(("count", "own", "chosen", "size"), [(8, 8, 2, 4096), (128, 32, 8, 2048)])
+def test_the_dry_run_runs_experts_as_any_prompt_does(
+    count: int, own: int, chosen: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def launch(tokens: int) -> tuple[str, ...]:
+        made, pair_TK = [], empty(tokens, chosen)
+
+        def note(*given: Any) -> Any:
+            kernel, _, options, outputs = streamed_experts.streamed(*given)
+            made.append(f"{options} {outputs}")
+            return kernel, (), options, outputs
+
+        monkeypatch.setattr(experts, "streamed", note)
+        routes = Routes(pair_TK, pair_TK, Tiles(pair_TK.flatten(), empty(pair_TK.numel() + 1, 3)))
+        x_TH = empty(tokens, size, dtype=torch.bfloat16)
+        experts.run_experts(x_TH, routes, ExpertWeights(*weights), "silu", None, 0, count)
+        return tuple(made)
+
+    values = [empty(own * rows, size // 2, dtype=torch.uint8) for rows in (2 * size, size)]
+    weights = [Packed(each, empty(1, 1, 2), None, size, 128, 1, stacked=True) for each in values]
+    monkeypatch.setattr(experts, "streams", lambda *_: True)
+    monkeypatch.setattr(experts, "overlap", dict)
+    with without_kernels():
+        assert {launch(tokens) for tokens in range(1, 513)} == {
+            launch(tokens) for tokens in PROMPT_TOKENS[:-2]
+        }
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ from specserve.speculation.step import step
 
 log = logging.getLogger(__name__)
 
-PROMPT_TOKENS = (1, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257, 511, 512, 2048, 2049)
+PROMPT_TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257, 511, 512, 2048, 2049)
 _PACKAGES = (Path(__file__).parents[1], Path(specserve_kernels.__file__).parent)
 
 

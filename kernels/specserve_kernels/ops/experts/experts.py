@@ -122,7 +122,7 @@ def run_experts(
     pairs, chosen = routes.expert_TK.numel(), routes.expert_TK.shape[1]
     order_P, tile_X3 = routes.tiles
     tile, tiles, few = pairs_of_tile(pairs, count), len(tile_X3) - 1, tokens <= FEW_TOKENS
-    used = own * (1 - (1 - 1 / count) ** pairs)  # experts that as many pairs are expected to choose
+    used = own * (1 - (1 - 1 / count) ** (next_power_of_2(tokens) * chosen))  # experts that are expected
     shape = {"E": count, "OWN": own, "K": chosen, "I": inner, "H": size, "BLOCK_P": tile, **overlap()}
     x, kernel, weights, options, outputs = _launch(
         experts.gate_up, inner, tile, tiles, used, read, gates=True
