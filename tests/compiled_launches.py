@@ -683,7 +683,7 @@ def launch_recurrent(state: torch.dtype) -> None:
     few_TX, rate_V = torch.zeros(8, 2 * values, dtype=bf16), torch.zeros(values)
     weights = inputs_RWC[0, 0, :, None].repeat(1, 4), *few_TX.chunk(2, 1), rate_V, rate_V
     inputs = delta_inputs(left.input_TC, *weights, inputs_RWC, kept.decay_REV, runs, left)
-    for rule, longest in ((delta_nodes, 1), (delta_nodes, 8), (delta_nodes, TILE), (delta_prompts, 8)):
+    for rule, longest in (*((delta_nodes, most) for most in (1, 4, 8, TILE)), (delta_prompts, 8)):
         rule(inputs, kept, runs._replace(longest=longest), left.value_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
     one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
