@@ -187,12 +187,10 @@ def _attend_kernel(
             begin = tl.maximum(begin, tl.maximum(lowest, 0) // N)
         stop = tl.cdiv(tl.minimum(visible_end, run_end), N)
         pages = load_pages(table, begin * N, last_page, N, PAGE)
-        if OVERLAP:  # noqa: SIM102
-            if at == worker * share:
-                ask_for_rows(
-                    at_head, value, table, begin * N, tl.minimum(stop * N, visible_end) - 1, page_stride,
-                    NEAR, HEADS, D, EXTRA, PAGE,
-                )  # fmt: skip
+        if OVERLAP and not EXTRA:  # noqa: SIM102
+            if share == 1:
+                last = tl.minimum(stop * N, visible_end) - 1
+                ask_for_rows(at_head, value, table, begin * N, last, page_stride, NEAR, HEADS, D, PAGE)
         node_R, head_R, live_R = _rows_of(start, start + HELD, first, count, head, GROUP, R)
         take_turn(OVERLAP)
         rows = load_parts(q, node_R * q_stride + head_R * (D + EXTRA), live_R, D, EXTRA)

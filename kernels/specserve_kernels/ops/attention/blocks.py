@@ -71,18 +71,17 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def ask_for_rows(
-    at_head, value, table, first, last, page_stride, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    EXTRA: tl.constexpr, PAGE: tl.constexpr,
+    at_head, value, table, first, last, page_stride,
+    N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Ask for keys and values at N positions from ``first`` on, up to the ``last``."""
     position_N = tl.minimum(first + tl.arange(0, N), last)
     page_N = load_settled(table + position_N // PAGE, None, None).to(tl.int64)
-    row_N = page_N * page_stride + position_N % PAGE * (HEADS * (D + EXTRA))
+    row_N = page_N * page_stride + position_N % PAGE * (HEADS * D)
     line: tl.constexpr = 1024 // at_head.dtype.element_ty.primitive_bitwidth
-    for column in tl.static_range(0, D + EXTRA, line):
+    for column in tl.static_range(0, D, line):
         ask_for(at_head + row_N + column)
-        if not EXTRA:
-            ask_for(value + row_N + column)
+        ask_for(value + row_N + column)
 
 
 @triton.jit

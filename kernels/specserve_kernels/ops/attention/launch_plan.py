@@ -52,13 +52,18 @@ class LaunchPlan(NamedTuple):
         than 256, and 64 rows of more than 128, are held by twice as many warps, and a multiprocessor has room for one
         such program, for two of 64 rows of up to 128 or of fewer of more, and for three of others. Latents, and few
         tiles of heads of 256, are read in *broad* blocks, if shared memory can hold two of them. Few tiles of latents
-        hold few rows, as one program merges a tile's."""
+        hold few rows, as one program merges a tile's. Where five units of each tile have a multiprocessor each, a block
+        is a split, and 8 warps hold a tile."""
         need, size = group * nodes, row_bytes // (4 if wide else 2)
         far = FAR
         if window is not None:
             positions, far = min(positions, window + nodes), NEAR
         units = min(-(-positions // NEAR), far // NEAR + -(-positions // far)) + 1
         few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors
+        alone = slots * -(-need // 16) * 5 * kv_heads <= processors and not (latent or wide or converted)
+        alone &= (
+            not (tree and size > 128) and (16 + 2 * NEAR) * row_bytes + 64 * size + _RESERVED <= shared_bytes
+        )
         few |= latent and (converted or slots * -(-need // 16) <= processors)
         rows = 16 if need <= 16 or few else 32 if need <= 32 or row_bytes > 512 else 64
         large, parts = size * rows > 128 * 64 or size > 256, 1 if latent else 2
@@ -66,10 +71,12 @@ class LaunchPlan(NamedTuple):
         broad &= (rows + parts * 2 * 64) * row_bytes + 64 * size + 128 * rows + _RESERVED <= shared_bytes
         each = 1 if large or broad else 2 if rows == 64 or size > 128 else 3
         fill = max(1, each * processors // kv_heads)
-        warps = 8 if large or broad or (tree and rows == 16 and need <= 32) else 4
+        warps = 8 if large or broad or alone or (tree and rows == 16 and need <= 32) else 4
         block, stages = (64 if broad or (row_bytes <= 256 and rows < 64) else 32), 3
+        if alone:
+            block, stages = NEAR, 2
         while (
-            not broad
+            not (broad or alone)
             and (rows + parts * stages * block) * row_bytes + 2 * rows * block + _RESERVED > shared_bytes
             and stages > 1
         ):
