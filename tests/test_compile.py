@@ -133,6 +133,10 @@ for flags in json.loads(sys.argv[1]):
         for prompts, start, tokens in product((1, 3, 17, 33, 64, 65, 300), (0, 5), (1, 3, 16, 31, 61)):
             if prompts <= config.max_running_requests and prompts * tokens <= config.longest_launch:
                 compile._prefill(context, start, tokens, prompts=prompts)
+        for scored in (5, 12, 30, 61):
+            if scored < config.longest_launch:
+                rows = compile.ScoredTokens(*(compile._integers(scored) for _ in range(2)), 1)
+                compile._prefill(context, 0, scored + 1, rows)
         sizes = [each for each in (1, 3, 9, 17, 33, 65) if each <= config.max_running_requests]
         shapes = [shape for size in sizes for shape in plan.candidates(size)]
         for shape in shapes:
@@ -194,7 +198,8 @@ def drafted(path: Path, kind: str) -> list[str]:
     if kind == "MiMo":
         target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2, layers=1)
         return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
-    target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2, layers=4)
+    vocab = 32768 if kind == "SUFFIX" else 2048  # whose head fills the device
+    target = make_llama(path / "target", vocab=vocab, hidden=256, heads=4, kv_heads=2, layers=4)
     if kind == "of 4 bits":
         return ["--model-path", str(quantize(target, path / "quantized", "gptq act order"))]
     if kind not in MAKES:

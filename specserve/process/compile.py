@@ -53,6 +53,8 @@ from specserve.speculation.step import step
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257, 511, 512, 2048, 2049)
+ROUTED_TOKENS = range(144, 1025, 16)  # also, where tokens choose experts
+SCORED = (1, 16, 32, 64, 128)  # prompt tokens whose probabilities are asked for
 _PACKAGES = (Path(__file__).parents[1], Path(specserve_kernels.__file__).parent)
 
 
@@ -142,11 +144,14 @@ def launch_all(config: EngineConfig) -> None:
     plan = shape_plan(config)
     context = create_shapes(config, plan, shape_peers(config))
     leave_out_repeated(context.target)
-    longest = config.longest_launch
-    for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):
-        for start in (0, 1):
+    longest, routed = config.longest_launch, any(layer.experts for layer in config.model.layers)
+    more = ROUTED_TOKENS if routed else ()
+    for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, *more, longest)}):
+        for start in (0, 1) if tokens in (*PROMPT_TOKENS, longest) else (0,):
             _prefill(context, start, tokens)
-    _prefill(context, 0, min(2, longest), ScoredTokens(_integers(1), _integers(1), 1))
+    for tokens in sorted({min(scored + 1, longest) for scored in SCORED}):
+        scored = max(tokens - 1, 1)
+        _prefill(context, 0, tokens, ScoredTokens(_integers(scored), _integers(scored), 1))
     _prefill(context, 0, 1, prompts=min(config.max_running_requests, longest))
     for launch, sizes in captured_launches(config, plan.shapes(), context):
         for size in sizes:
