@@ -125,7 +125,7 @@ class TestBehindNginx:
 
         async def run() -> Load:
             with nginx(tmp_path, [first, second]) as url:
-                async with Load(url, BODY, ["aa", "bb", "cc"], clients=12) as load:
+                async with Load(url, BODY, ["aa", "bb", "cc"], clients=20) as load:  # some of whom stream
                     await load.until_busy()
                     await asyncio.sleep(0.5)
                     await load.until_busy()
