@@ -293,7 +293,8 @@ def main() -> None:
             weights = Weights.of(scheduler_of(llm).runner.context)
             for size in sizes:
                 figures = measure_policies(llm, policies, Load.of(args, prompts, size), args.repeats)
-                rates = [float(rate) for rate in args.rates.split(",")] if args.rates else None
+                known = args.rates and not args.token_map  # a whole head is counted
+                rates = [float(rate) for rate in args.rates.split(",")] if known else None
                 yield {
                     "batch": size,
                     "allowed": None if rates is None else weights.most_gain(rates, size),

@@ -218,9 +218,12 @@ def row(
     figures: dict[str, float],
     floor: float | None = None,
 ) -> Figures:
-    """What was measured, next to what it is held against; ``floor``: of other models."""
+    """What was measured, next to what it is held against; ``floor``: of other models. Drafts with a token map have
+    none: floors count whole heads."""
     context, same = args.prompt_tokens + args.new_tokens // 2, applies(args)
     floor = step_ms(shape, batch, context, args.quantization) if same else floor
+    if shape is not None and args.token_map is not None:
+        floor = None
     return {
         "quantization": args.quantization,
         "shape": shape,
