@@ -127,9 +127,9 @@ class TuneEngine:
         return closed_loop(scheduler, runner, requests, batch)
 
     def _one_bucket(self, batch: int) -> Padding:
-        """Return padding of smaller batches to this bucket as well, because nothing is captured for them."""
-        size = self.padding.size(batch)
-        return Padding((size,) if size in self.padding.buckets else ())
+        """Return padding of smaller batches to this bucket as well: nothing is captured or compiled for them."""
+        size, known = self.padding.size(batch), (self.padding.buckets, self.padding.eager)
+        return Padding(*((size,) if size in sizes else () for sizes in known))
 
     def _graphs_of(self, drafted: bool) -> Mapping[StepShape, StepGraph[StepResult]]:
         return {shape: graph for (kind, shape), graph in self._graphs.items() if kind == drafted}

@@ -6,8 +6,8 @@ blocks of 32 rows, multiplied as one. Warps meet in each chunk of 256 inputs, or
 those of outputs ask for weights before they wait. A tile of 128 pairs is two programs' of 64, and what is at most half
 full is multiplied as half of it.
 
-A multiprocessor whose gates end early would take as many programs of outputs as have room. With tiles of 16 its share
-has, as far as it is known: the other memory holds chunks that are asked for.
+A multiprocessor whose gates end early would take as many programs of outputs as have room, and others would have none.
+For tiles of 16, stages therefore fill the memory that a multiprocessor's expected share leaves.
 """
 
 from __future__ import annotations
