@@ -38,7 +38,14 @@ from tests.ranks import ranks_in_threads
 from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
-from tests.reference.models import load_checkpoint, make_gemma3, make_llama, make_mimo, make_qwen3_moe
+from tests.reference.models import (
+    load_checkpoint,
+    make_gemma3,
+    make_llama,
+    make_mimo,
+    make_qwen3_5,
+    make_qwen3_moe,
+)
 from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 
@@ -293,10 +300,12 @@ def test_a_target_with_problems(
     assert any("served as float16: values over 65504" in remark for remark in report["remarks"])
 
 
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3", "MTP", "P_EAGLE"])
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3", "MTP", "NEXTN", "P_EAGLE"])
 def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, algorithm: str) -> None:
-    """MTP's draft lies in the model's own files; of P_EAGLE's target, a rank has half."""
+    """MTP's draft lies in the model's own files; NEXTN's target keeps states; of P_EAGLE's, a rank has half."""
     target = make_mimo(tmp_path, vocab=VOCAB) if algorithm == "MTP" else pair.target
+    if algorithm == "NEXTN":
+        target = make_qwen3_5(tmp_path, vocab=VOCAB, state_size=16)
     given = {"model_path": str(target), "dtype": "float64", "device": "cpu", "skip_tokenizer_init": True}
     given["kv_cache_dtype"] = "fp8" if algorithm == "EAGLE3" else "auto"
     if "EAGLE" in algorithm:
@@ -318,6 +327,8 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
     assert expected.pool_tokens == pytest.approx(loaded.pool_tokens, abs=16)
     assert expected.longest_request == loaded.longest_request
     assert expected.full_contexts == loaded.full_contexts
+    assert (expected.states, expected.prefixes) == (loaded.states, loaded.prefixes)
+    assert (expected.states > 0) == (expected.prefixes > 0) == (algorithm == "NEXTN")
     if algorithm == "NONE":
         return
     on_gpu = replace(built.settings, max_total_tokens=4096, device="cuda", dtype="bfloat16")
@@ -450,15 +461,15 @@ def test_what_cannot_be_loaded(argv: list[str], words: str, capsys: pytest.Captu
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     report = CheckReport(["device = cpu"], ["a problem"], ["a remark"])
-    report.memory = MemoryUse(
-        "cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30, 2000, 7, 2, 2**30
-    )
+    sizes = 2**34, 2**20, 2**17, 1000, 131072000, 2**20, 17 * 2**30, 2000, 7, 2, 2**30, 2**31, 9
+    report.memory = MemoryUse("cuda:0", True, *sizes)
     report.acceptance = Acceptance(6, 100, 500, 200, 3.0, [0.9, 0.5], 5)
     text = report.text()
     for words in (
         "problems\n  a problem", "weights       16.00 GiB, at most 17.00 GiB while",
         "1.00 GiB of them are the same on each rank",
         "1000 tokens of 128.00 KiB", "CUDA graphs   1.00 MiB",
+        "2.00 GiB: of all running requests, and of 9 cached prefixes",
         "7 requests as long as the context at a time, one of 2000 tokens",
         "3.00 tokens a step", "or more: 0.90 0.50", "5 of 6 texts", "problems: 1",
     ):  # fmt: skip

@@ -59,7 +59,9 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
         draft=count_bytes(_parts(context.drafter), seen),
         kv_per_token=config.whole_page_bytes // config.page_size,
         pool_tokens=use.tokens_without_groups,
-        pool=pages * config.page_bytes + _states(context),
+        pool=pages * config.page_bytes,
+        states=_states(context),
+        prefixes=0 if context.snapshots is None else context.snapshots.rows,
         graphs=0,
         loading=0,
         longest_request=use.longest_request,
@@ -84,12 +86,13 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
     if config.snapshots is None:
         context = replace(context, snapshots=None)
     pages = _pool_pages(config, pool, found.weights + found.draft + _states(context), there)
-    expected, kept = _memory_of(context, pages, *sizes), 0
+    expected = _memory_of(context, pages, *sizes)
     if config.snapshots is None and states is not None:
-        kept = fitting(config, pool, pages, states) * states.nbytes // states.rows
+        kept = fitting(config, pool, pages, states)
+        size = expected.states + kept * states.nbytes // states.rows
+        expected = replace(expected, states=size, prefixes=kept)
     return replace(
         expected,
-        pool=expected.pool + kept,
         device=config.device,
         loaded=False,
         graphs=_graphs(config, context),

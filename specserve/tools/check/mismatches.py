@@ -58,7 +58,7 @@ def _memory(config: EngineConfig, report: CheckReport, there: DeviceMemory | Non
         return  # loading reports the error
     has, tokens = (there or device_memory(config.device)).total, found.longest_request
     pool = 0 if config.max_total_tokens is None else found.pool
-    wanted = max(found.weights + found.draft + pool, found.loading)
+    wanted = max(found.weights + found.draft + found.states + pool, found.loading)
     if tokens == 0 and config.device != "cpu":
         wanted = max(wanted, int((found.weights + found.draft) / config.mem_fraction_static))
     if wanted > has or tokens == 0:

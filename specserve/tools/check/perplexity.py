@@ -58,7 +58,7 @@ def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Se
     plain = replace(plain, draft=None, shape=None, adaptive=False, largest_graph=None)
     plain = replace(plain, max_total_tokens=found.window + 1)
     memory, there = expected_memory(plain), device_memory(plain.device).total
-    if (needed := max(memory.loading, memory.weights + memory.pool)) > there:
+    if (needed := max(memory.loading, memory.weights + memory.pool + memory.states)) > there:
         return replace(
             found,
             not_compared=f"{plain.device} has {there / 2**30:.1f} GiB, and the model without {found.rounds} needs "

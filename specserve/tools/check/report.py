@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 class MemoryUse:
     """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
     most while the weights are loaded, before there is a pool; always expected. ``kv_per_token`` and ``pool_tokens``: as
-    if all layers kept all tokens. ``pool``: with states of requests and prefixes. ``full_contexts``: requests as long
-    as the context that the pool holds. All are of the first of ``ranks``. ``whole``: of ``weights``, those that each
-    rank has whole."""
+    if all layers kept all tokens. ``states``: of requests, and of ``prefixes`` cached ones. ``full_contexts``: requests
+    as long as the context that the pool holds. All are of the first of ``ranks``. ``whole``: of ``weights``, those that
+    each rank has whole."""
 
     device: str
     loaded: bool
@@ -29,6 +29,8 @@ class MemoryUse:
     full_contexts: int
     ranks: int = 1
     whole: int = 0
+    states: int = 0
+    prefixes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ def _memory(found: MemoryUse) -> Iterator[str]:
             f"              with sliding windows {found.full_contexts} requests as long as the context at a time, one "
             f"of {found.longest_request} tokens"
         )
+    if found.states:
+        yield f"states        {_size(found.states)}: of all running requests, and of {found.prefixes} cached prefixes"
     if found.graphs:
         yield f"CUDA graphs   {_size(found.graphs)}"
 
