@@ -443,6 +443,10 @@ def test_a_plan_for_gpus_that_are_not_there(tmp_path: Path, capsys: pytest.Captu
     ):
         assert main([*plan, *more]) == 2
         assert words in json.loads(capsys.readouterr().out)["error"]
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3.5-9b"]))
+    assert main([*argv, "--device-memory", "24GB"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert any("; states take" in each and "--max-running-requests" in each for each in found["problems"])
 
 
 @pytest.mark.parametrize(

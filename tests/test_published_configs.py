@@ -268,6 +268,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         r"mlp_layer_types must name dense or sparse for each of 47 layers, found \['sparse'\]",
     ),
     (
+        "glm-4.7-flash",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor 0.5 is not supported; expected 1",
+    ),
+    ("deepseek-r1", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, found 1"),
+    (
         "gemma 3 1b",
         {"sliding_window_pattern": None},
         "sliding_window_pattern must be a positive number, found None",

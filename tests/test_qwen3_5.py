@@ -126,9 +126,20 @@ def test_what_states_do_not_allow(tmp_path: Path) -> None:
         make_scheduler(target, **settings)
 
 
-@pytest.mark.parametrize("name", ["linear_num_key_heads", "full_attention_interval"])
-def test_counts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("linear_num_key_heads", 0, "a positive integer, found 0"),
+        ("full_attention_interval", 0, "a positive integer, found 0"),
+        ("attn_output_gate", "no", "true or false, found 'no'"),
+        ("rope_parameters", {"partial_rotary_factor": 0}, "a positive number, found 0"),
+        ("layer_types", [["full_attention"]] * 3, "linear_attention or full_attention for each of 3 layers, found"),
+        ("layer_types", ["linear_attention"] * 3, "full_attention once at least, found"),
+    ],
+)  # fmt: skip
+def test_fields_that_are_not_supported(name: str, value: Any, words: str, tmp_path: Path) -> None:
     config = make_qwen3_5(tmp_path) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), name: 0}))
-    with pytest.raises(ValueError, match=f"{name} must be a positive integer, found 0"):
+    config.write_text(json.dumps({**json.loads(config.read_text()), name: value}))
+    field = next(iter(value)) if isinstance(value, dict) else name
+    with pytest.raises(ValueError, match=f"{field} must (be|name) {words}"):
         load_model_config(tmp_path)

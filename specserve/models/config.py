@@ -203,8 +203,7 @@ def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
     """Raise ValueError naming a field of an unexpected type."""
     check(config, source, OBJECT.or_null, "rope_scaling", "rope_parameters")
     for fields in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
-        if fields.get("rope_theta") is not None:
-            check(fields, source, NUMBER, "rope_theta")
+        check(fields, source, NUMBER, "rope_theta", "partial_rotary_factor", optional=True)
 
 
 ACTIVATIONS: Mapping[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -253,13 +252,15 @@ def with_windows(
     count, types = fields["num_hidden_layers"], fields.get("layer_types")
     if types is None:
         types = [SLIDING if windowed(number) else FULL for number in range(count)]
-    known = isinstance(types, list) and all(kind in (SLIDING, FULL) for kind in types)
-    if not known or len(types) != count:
-        raise ValueError(
-            f"layer_types must name {SLIDING} or {FULL} for each of {count} layers, found {types}"
-        )
+    check_kinds("layer_types", types, count, SLIDING, FULL)
     sliding = replace(layer, softmax=replace(layer.softmax, window=window), rope=rope)
     return [sliding if kind == SLIDING else layer for kind in types]
+
+
+def check_kinds(name: str, kinds: Any, count: int, *known: str) -> None:
+    """Raise ValueError unless a field names one of the known kinds for each of ``count`` layers."""
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise ValueError(f"{name} must name {' or '.join(known)} for each of {count} layers, found {kinds}")
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -10,6 +10,7 @@ from specserve.layers.batch import Softmax
 from specserve.layers.config import LatentConfig, LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.base import TargetModel
+from specserve.models.config import check_kinds
 from specserve.models.glm4_moe import with_experts_in_groups
 
 
@@ -45,6 +46,7 @@ class DeepseekV2Model(TargetModel):
             "attention_bias": (None, False),
             "moe_layer_freq": (None, 1),
             "rope_interleave": (None, True),
+            "partial_rotary_factor": (None, 1),
         }
         for name, accepted in {**cls.only, **plain}.items():
             if (found := fields.get(name)) not in accepted:
@@ -117,9 +119,6 @@ class Glm4MoeLiteModel(DeepseekV3Model):
         types = fields.get("mlp_layer_types")
         if types is None:
             return layers
-        if not isinstance(types, list) or len(types) != len(layers) or not {*types} <= {"dense", "sparse"}:
-            raise ValueError(
-                f"mlp_layer_types must name dense or sparse for each of {len(layers)} layers, found {types}"
-            )
+        check_kinds("mlp_layer_types", types, len(layers), "dense", "sparse")
         every = super().read_experts(layer, {**fields, "first_k_dense_replace": 0})
         return [layer if kind == "dense" else each for kind, each in zip(types, every, strict=True)]

@@ -20,7 +20,7 @@ from specserve.layers.decoder import Attention, DecoderLayer, reader_of
 from specserve.layers.delta_net import GatedDeltaNet
 from specserve.layers.norms import OffsetRMSNorm, RMSNorm
 from specserve.layers.ranks import Update
-from specserve.models.config import FULL
+from specserve.models.config import FULL, check_kinds
 from specserve.models.partial_rope import PartialModel
 from specserve.models.qwen_moe import with_experts
 
@@ -107,11 +107,9 @@ class Qwen3_5Model(PartialModel):
             fields["full_attention_interval"],
         )
         kinds = fields.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(count)]
-        if len(kinds) != count or not {*kinds} <= {LINEAR, FULL} or FULL not in kinds:
-            raise ValueError(
-                f"layer_types must name {LINEAR} or {FULL} for each of {count} layers, {FULL} once at least, found "
-                f"{kinds}"
-            )
+        check_kinds("layer_types", kinds, count, LINEAR, FULL)
+        if FULL not in kinds:
+            raise ValueError(f"layer_types must name {FULL} once at least, found {kinds}")
         names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
         state = DeltaState(*(fields[f"linear_{name}"] for name in names))
         if state.value_heads % state.key_heads:

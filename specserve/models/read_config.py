@@ -46,6 +46,7 @@ _COUNTS_OR_NULL = (
     *("max_position_embeddings", "sliding_window", "num_local_experts"),
     *("n_group", "topk_group", "q_lora_rank"),
 )
+_TRUTHS = "tie_word_embeddings", "attention_bias", "attn_output_gate", "norm_topk_prob", "use_qk_norm"
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
@@ -79,7 +80,7 @@ def load_model_config(
     check(fields, path, COUNT.or_null, *_COUNTS_OR_NULL)
     check(fields, path, NUMBER, *(name for name in _POSITIVE if name in model.defaults))
     check(fields, path, NUMBER.or_null, "final_logit_softcapping", "attn_logit_softcapping")
-    check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
+    check(fields, path, TRUTH, *_TRUTHS, optional=True)
     layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     ropes = model.read_ropes(fields, path)

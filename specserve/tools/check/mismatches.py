@@ -59,16 +59,19 @@ def _memory(config: EngineConfig, report: CheckReport, there: DeviceMemory | Non
     has, tokens = (there or device_memory(config.device)).total, found.longest_request
     pool = 0 if config.max_total_tokens is None else found.pool
     wanted = max(found.weights + found.draft + found.states + pool, found.loading)
+    more = f"; states take {found.states / 2**30:.1f} GiB, less with a smaller --max-running-requests"
+    more = more if found.states else ""
     if tokens == 0 and config.device != "cpu":
         wanted = max(wanted, int((found.weights + found.draft) / config.mem_fraction_static))
     if wanted > has or tokens == 0:
         report.problems.append(
             f"{config.device} has {has / 2**30:.1f} GiB, over {wanted / 2**30:.1f} GiB are needed: use a smaller "
-            "--dtype, model or --max-total-tokens, or a larger --mem-fraction-static or --tensor-parallel-size"
+            f"--dtype, model or --max-total-tokens, or a larger --mem-fraction-static or --tensor-parallel-size{more}"
         )
     elif tokens < config.context_length:
         report.problems.append(
-            f"the KV pool holds {tokens} tokens, a context {config.context_length}: longer requests are refused"
+            f"the KV pool holds {tokens} tokens, a context {config.context_length}: longer requests are "
+            f"refused{more}"
         )
 
 
