@@ -67,6 +67,15 @@ def test_flashinfer_has_no_sinks(tmp_path: Path) -> None:
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, found 0"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, found 0"),
         ({"num_experts": "six"}, "num_experts must be a positive integer, found 'six'"),
+        ({"mlp_only_layers": 0.5}, "mlp_only_layers must be a list of layers 0 to 2, found 0.5"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers must be a list of layers 0 to 2, found .3."),
+        (
+            {"shared_expert_intermediate_size": -1},
+            "shared_expert_intermediate_size must be an integer of at least 0, found -1",
+        ),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, found 1"),
+        ({"max_window_layers": None}, "max_window_layers must be an integer of at least 0, found None"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be silu or gelu_pytorch_tanh, found .'silu'."),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

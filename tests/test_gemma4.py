@@ -58,6 +58,10 @@ def test_every_text_is_identical(name: str, part: slice, tmp_path: Path) -> None
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_moe_block": True}, "num_experts must be a positive integer, found None"),
+    (
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 7, "moe_intermediate_size": 8},
+        "top_k_experts must be 1 to the number of experts 6, found 7",
+    ),
     ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported; expected"),
     ({"num_kv_shared_layers": None}, "num_kv_shared_layers must be an integer of at least 0, found None"),
     (

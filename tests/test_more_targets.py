@@ -95,7 +95,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("Cwm", {"sliding_window": 9, "head_dim": 16, "bos_token_id": 0}),
     "exaone 4": ("Exaone4", {"sliding_window": 9}),
     "exaone 4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    "qwen3 moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {
+            **MOE,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
     "qwen2 moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "qwen 3.5": ("Qwen3_5", HYBRID),
     "qwen 3.5 moe": ("Qwen3_5Moe", {**MOE, **HYBRID, "shared_expert_intermediate_size": 48}),

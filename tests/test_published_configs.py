@@ -92,6 +92,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
         "vocab_size": 200064,
     },
+    "mixtral, few fields": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 64,
+    },
     "smollm3 3b": {
         "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
         "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
@@ -254,6 +258,15 @@ def test_a_scaling_next_to_the_ropes_of_kinds_is_of_whole_attention(tmp_path: Pa
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("glm 4.5 air", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; expected sigmoid"),
+    ("minimax m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; expected sigmoid"),
+    (
+        "minimax m2",
+        {"shared_intermediate_size": 8},
+        "shared_intermediate_size 8 is not supported; expected 0",
+    ),
+    ("minimax m2", {"num_local_experts": None}, "num_local_experts must be a positive integer, found None"),
+    ("minimax m2", {"rotary_dim": "x"}, "rotary_dim must be a positive integer or null, found 'x'"),
     ("deepseek-r1", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; expected noaux_tc"),
     ("deepseek-r1", {"rope_interleave": False}, "rope_interleave False is not supported; expected True"),
     ("deepseek-r1", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, found 0"),

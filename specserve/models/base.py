@@ -25,13 +25,14 @@ class TargetModel(nn.Module):
 
     A subclass defines how its ``config.json`` is read: ``defaults`` replace absent fields, ``read_layer`` completes the
     geometry, ``read_layers`` repeats it for every layer, and ``read_ropes`` returns the rotary embeddings that layers
-    choose from. They raise ValueError naming a field that they can't serve. ``unread``: parts of the names of tensors
-    that a file may have without a parameter for them. ``beside``: beginnings of the names of a vision-language file's
-    other parts, without ``model.``. ``renamed``: parts of names here, and what files have in their place.
-    ``activations``: what values of ``activation_field`` mean.
+    choose from. They raise ValueError naming a field that they can't serve. ``only``: what fields may be, None: absent.
+    ``unread``: parts of the names of tensors that a file may have without a parameter for them. ``beside``: beginnings
+    of the names of a vision-language file's other parts, without ``model.``. ``renamed``: parts of names here, and what
+    files have in their place. ``activations``: what values of ``activation_field`` mean.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     beside: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),

@@ -49,12 +49,11 @@ class CohereModel(PartialModel, LlamaModel):
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_qk_norm": (None, False)}
     layer_class: ClassVar[type[DecoderLayer]] = CohereLayer
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        if fields.get("use_qk_norm"):
-            raise ValueError("use_qk_norm true is not supported; expected false")
         return super().read_layer(replace(layer, rms_norm_eps=fields["layer_norm_eps"]), fields)
 
 

@@ -150,6 +150,7 @@ class Values(NamedTuple):
 
 
 COUNT = Values("a positive integer", lambda value: type(value) is int and value > 0)
+SIZE = Values("an integer of at least 0", lambda value: type(value) is int and value >= 0)
 NUMBER = Values("a positive number", lambda value: type(value) in (int, float) and value > 0)
 OBJECT = Values("an object", lambda value: isinstance(value, dict))
 TEXT = Values("text", lambda value: isinstance(value, str))
@@ -226,7 +227,7 @@ def layer_config(
         raise ValueError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    if (activation := config.get(name, "silu")) not in activations:
+    if (activation := config.get(name, "silu")) not in [*activations]:
         raise ValueError(f"{source}: {name} must be {' or '.join(activations)}, found {activation!r}")
     return LayerConfig(
         hidden_size=hidden,

@@ -15,7 +15,7 @@ from specserve.models.glm4_moe import with_experts_in_groups
 
 
 class DeepseekV2Model(TargetModel):
-    """Chooses experts by a softmax. ``only``: the values of fields that it can serve, absent ones included."""
+    """Chooses experts by a softmax."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 2048,
@@ -37,21 +37,15 @@ class DeepseekV2Model(TargetModel):
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": (None, "softmax"),
-        "norm_topk_prob": (False, None),
+        "norm_topk_prob": (None, False),
+        "attention_bias": (None, False),
+        "moe_layer_freq": (None, 1),
+        "rope_interleave": (None, True),
+        "partial_rotary_factor": (None, 1),
     }
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        plain = {
-            "attention_bias": (None, False),
-            "moe_layer_freq": (None, 1),
-            "rope_interleave": (None, True),
-            "partial_rotary_factor": (None, 1),
-        }
-        for name, accepted in {**cls.only, **plain}.items():
-            if (found := fields.get(name)) not in accepted:
-                words = " or ".join(str(each) for each in accepted if each is not None)
-                raise ValueError(f"{name} {found!r} is not supported; expected {words}")
         size = fields["qk_rope_head_dim"]
         latent = LatentConfig(
             fields["kv_lora_rank"], fields["qk_nope_head_dim"], fields["v_head_dim"], fields["q_lora_rank"]
@@ -85,8 +79,10 @@ class DeepseekV3Model(DeepseekV2Model):
         "topk_group": 4,
     }
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **DeepseekV2Model.only,
         "topk_method": ("noaux_tc",),
         "scoring_func": (None, "sigmoid"),
+        "norm_topk_prob": (None, False, True),
     }
 
     @classmethod

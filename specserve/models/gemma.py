@@ -73,13 +73,12 @@ class GemmaModel(TargetModel):
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (None, False)}
     activation_field: ClassVar[str] = "hidden_activation"
     layer_class: ClassVar[type[DecoderLayer]] = GemmaLayer
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        if fields.get("use_bidirectional_attention"):
-            raise ValueError("use_bidirectional_attention true is not supported; expected null")
         bias, every = bool(fields.get("attention_bias")), fields["sliding_window_pattern"]
         softmax = Softmax(fields["query_pre_attn_scalar"] ** -0.5, cap=fields.get("attn_logit_softcapping"))
         layer = replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=softmax)

@@ -36,6 +36,7 @@ class Gemma4Model(GemmaModel):
         "hidden_size_per_layer_input": 256,
         "num_kv_shared_layers": 0,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (None, False, "vision")}
     # Files have these for the layers that share others', too.
     unread: ClassVar[tuple[str, ...]] = (*GemmaModel.unread, ".k_proj.", ".v_proj.", ".k_norm.")
     beside: ClassVar[tuple[str, ...]] = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -43,11 +44,6 @@ class Gemma4Model(GemmaModel):
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        if fields.get("use_bidirectional_attention") == "all":
-            raise ValueError("use_bidirectional_attention 'all' is not supported; expected null or 'vision'")
-        for name in ("global_head_dim", "hidden_size_per_layer_input", "num_kv_shared_layers"):
-            if type(fields[name]) is not int or fields[name] < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
         bias, inputs = bool(fields.get("attention_bias")), fields["hidden_size_per_layer_input"]
         layer = Gemma4Config.of(
             replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True, softmax=Softmax(1.0)),
@@ -102,14 +98,11 @@ class Gemma4UnifiedModel(Gemma4Model):
 
 
 def _experts(fields: Mapping[str, Any]) -> ExpertsConfig:
-    names = "num_experts", "top_k_experts", "moe_intermediate_size"
-    for name in names:
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if type(fields.get(name)) is not int or fields[name] < 1:
             raise ValueError(f"{name} must be a positive integer, found {fields.get(name)!r}")
-    experts, chosen, inner = (fields[name] for name in names)
-    return ExpertsConfig(
-        routing(experts, {"num_experts_per_tok": chosen, "norm_topk_prob": True}), inner, module=""
-    )
+    chosen = routing(fields["num_experts"], {**fields, "norm_topk_prob": True}, "top_k_experts")
+    return ExpertsConfig(chosen, fields["moe_intermediate_size"], module="")
 
 
 def _sizes(fields: Mapping[str, Any], layer: LayerConfig) -> tuple[int, int]:

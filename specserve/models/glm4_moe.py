@@ -26,6 +26,10 @@ class Glm4MoeModel(PartialModel):
         "n_group": 1,
         "topk_group": 1,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "topk_method": (None, "noaux_tc"),
+        "scoring_func": (None, "sigmoid"),
+    }
     renamed: ClassVar[Mapping[str, str]] = {"shared_expert": "shared_experts"}
 
     @classmethod
@@ -41,9 +45,6 @@ def with_experts_in_groups(
     """Repeat a layer, from ``first_k_dense_replace`` on with experts, of which the best are chosen within the best
     groups: by a sigmoid and a correction, DeepSeek-V3, arXiv 2412.19437; if not ``corrected`` by a softmax, V2, arXiv
     2405.04434. Raises ValueError for numbers that do not fit."""
-    for name in ("first_k_dense_replace", "n_shared_experts"):
-        if type(fields[name]) is not int or fields[name] < 0:
-            raise ValueError(f"{name} must be an integer of at least 0, found {fields[name]!r}")
     experts = fields["n_routed_experts"]
     groups, kept = fields.get("n_group") or 1, fields.get("topk_group") or 1
     chosen = replace(

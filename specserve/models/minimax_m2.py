@@ -25,6 +25,10 @@ class MiniMaxM2Model(PartialModel):
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "scoring_func": (None, "sigmoid"),
+        "shared_intermediate_size": (None, 0),
+    }
     renamed: ClassVar[Mapping[str, str]] = {"mlp": "block_sparse_moe"}
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(attention_class=OlmoAttention)
 
@@ -42,5 +46,6 @@ class MiniMaxM2Model(PartialModel):
 
 def _with_part(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Turn the number of rotated channels, which published files name, into the part of a head."""
-    count = fields.get("rotary_dim")
-    return {"partial_rotary_factor": count and count / fields["head_dim"], **fields}
+    count, size = fields.get("rotary_dim"), fields["head_dim"]
+    size = size or fields["hidden_size"] // fields["num_attention_heads"]
+    return {"partial_rotary_factor": count and count / size, **fields}

@@ -14,6 +14,8 @@ from specserve.models.qwen_moe import routing
 class MixtralModel(MistralModel):
     defaults: ClassVar[Mapping[str, Any]] = {
         **MistralModel.defaults,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
         "sliding_window": None,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -80,6 +80,7 @@ class Qwen3_5Model(PartialModel):
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attn_output_gate": (None, True)}
     unread: ClassVar[tuple[str, ...]] = (*PartialModel.unread, "mtp.")  # what drafts
     layer_class: ClassVar[type[DecoderLayer]] = AttentionLayer
     delta_class: ClassVar[type[DeltaLayer]] = DeltaLayer
@@ -92,8 +93,6 @@ class Qwen3_5Model(PartialModel):
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        if fields.get("attn_output_gate") is False:
-            raise ValueError("attn_output_gate false is not supported; expected true")
         bias = bool(fields.get("attention_bias"))
         layer = super().read_layer(layer, fields)
         return replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True)

@@ -14,6 +14,8 @@ from specserve.models.qwen3 import Qwen3Model
 
 
 class Qwen3MoeModel(Qwen3Model):
+    """With ``use_sliding_window``, all layers have the window."""
+
     defaults: ClassVar[Mapping[str, Any]] = {
         **Qwen3Model.defaults,
         "num_experts": 128,
@@ -26,7 +28,7 @@ class Qwen3MoeModel(Qwen3Model):
 
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
-        return with_experts(super().read_layers(layer, fields), fields)
+        return with_experts(super().read_layers(layer, {**fields, "max_window_layers": 0}), fields)
 
 
 class Qwen3VLMoeModel(Qwen3MoeModel):
@@ -60,7 +62,9 @@ class Qwen2MoeModel(Qwen2Model):
 def with_experts(layers: list[LayerConfig], fields: Mapping[str, Any]) -> list[LayerConfig]:
     """Give layers experts: every ``decoder_sparse_step``-th but those in ``mlp_only_layers``. Transformers 5 writes
     their number as ``num_local_experts``."""
-    step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or ()
+    step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(n) is int and 0 <= n < len(layers) for n in dense):
+        raise ValueError(f"mlp_only_layers must be a list of layers 0 to {len(layers) - 1}, found {dense!r}")
     shared = fields["shared_expert_intermediate_size"]
     experts = ExpertsConfig(
         routing(fields.get("num_local_experts") or fields["num_experts"], fields),
@@ -72,9 +76,10 @@ def with_experts(layers: list[LayerConfig], fields: Mapping[str, Any]) -> list[L
     return [replace(each, experts=experts if yes else None) for each, yes in zip(layers, chosen, strict=True)]
 
 
-def routing(experts: int, fields: Mapping[str, Any]) -> Routing:
-    """Return how tokens choose experts. Raises ValueError for a number that they can't choose."""
-    chosen = fields["num_experts_per_tok"]
+def routing(experts: int, fields: Mapping[str, Any], name: str = "num_experts_per_tok") -> Routing:
+    """Return how tokens choose experts. Raises ValueError for a number, in the field ``name``, that they can't
+    choose."""
+    chosen = fields[name]
     if not 0 < chosen <= experts:
-        raise ValueError(f"num_experts_per_tok must be 1 to the number of experts {experts}, found {chosen}")
+        raise ValueError(f"{name} must be 1 to the number of experts {experts}, found {chosen}")
     return Routing(experts, chosen, normalize=fields["norm_topk_prob"])

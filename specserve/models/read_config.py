@@ -17,6 +17,7 @@ from specserve.methods import own_heads
 from specserve.models.config import (
     COUNT,
     NUMBER,
+    SIZE,
     TEXT,
     TRUTH,
     ModelConfig,
@@ -37,16 +38,25 @@ _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq
 _FIELDS = "quantization_config", "compression_config", "quantization"  # the last is MLX's
 _OUTER = ("architectures", "tie_word_embeddings")
 _COUNTS = (
-    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
-    *("n_routed_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("decoder_sparse_step", "n_routed_experts"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _COUNTS_OR_NULL = (
-    *("max_position_embeddings", "sliding_window", "num_local_experts"),
+    *("max_position_embeddings", "sliding_window", "num_local_experts", "rotary_dim"),
     *("n_group", "topk_group", "q_lora_rank"),
 )
-_TRUTHS = "tie_word_embeddings", "attention_bias", "attn_output_gate", "norm_topk_prob", "use_qk_norm"
+_SIZES = (
+    *("max_window_layers", "shared_expert_intermediate_size", "first_k_dense_replace", "n_shared_experts"),
+    *("global_head_dim", "hidden_size_per_layer_input", "num_kv_shared_layers"),
+)
+_TRUTHS = (
+    *("tie_word_embeddings", "attention_bias", "qkv_bias", "attn_output_gate"),
+    *("norm_topk_prob", "use_qk_norm"),
+    *("use_sliding_window", "enable_moe_block", "attention_k_eq_v", "use_double_wide_mlp"),
+)
 _POSITIVE = (
     *("sliding_window_pattern", "no_rope_layer_interval", "query_pre_attn_scalar", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor", "norm_eps"),
@@ -81,6 +91,11 @@ def load_model_config(
     check(fields, path, NUMBER, *(name for name in _POSITIVE if name in model.defaults))
     check(fields, path, NUMBER.or_null, "final_logit_softcapping", "attn_logit_softcapping")
     check(fields, path, TRUTH, *_TRUTHS, optional=True)
+    check(fields, path, SIZE, *(name for name in _SIZES if name in model.defaults))
+    for name, accepted in model.only.items():
+        if (found := fields.get(name)) not in accepted:
+            words = " or ".join(str(each) for each in accepted if each is not None)
+            raise ValueError(f"{path}: {name} {found!r} is not supported; expected {words}")
     layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     ropes = model.read_ropes(fields, path)

@@ -18,12 +18,12 @@ class StableLmModel(PartialModel):
         "partial_rotary_factor": 0.25,
         "max_position_embeddings": 4096,
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(
+        ("qk_layernorm", "use_parallel_residual"), (None, False)
+    )
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer.of(norm_class=LayerNorm)
 
     @classmethod
     def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
-        for name in ("qk_layernorm", "use_parallel_residual"):
-            if fields.get(name):
-                raise ValueError(f"{name} true is not supported; expected false")
         bias, eps = bool(fields.get("use_qkv_bias")), fields["layer_norm_eps"]
         return super().read_layer(replace(layer, qkv_bias=bias, rms_norm_eps=eps), fields)
