@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from examples.bundled_model.save_target import save_target
 from specserve.layers.batch import TokenBatch
 from specserve.models.checkpoint import load_target
-from specserve.models.tensor_files import TensorFiles
+from specserve.models.tensor_files import TensorFiles, canonical
 from specserve.tools.train.attend import CausalAttend
 from tests.reference.models import make_llama
 from tests.train_models import tiny_batch, tiny_config, tiny_target
@@ -103,6 +103,8 @@ def test_names_are_canonical(tmp_path: Path) -> None:
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     found = TensorFiles(tmp_path).names()
     assert sorted(found) == ["fc.weight", "layers.0.hidden_norm.weight", "layers.0.mlp.down_proj.weight"]
+    assert canonical("model.layers.1.mlp.experts.up_proj.3.weight") == "layers.1.mlp.experts.3.up_proj.weight"
+    assert canonical("model.layers.1.moe.experts.3.up_proj.weight") == "layers.1.experts.3.up_proj.weight"
 
 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:

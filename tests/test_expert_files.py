@@ -94,8 +94,18 @@ def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:
         TensorFiles(tmp_path)
 
 
-@pytest.mark.parametrize(("dialect", "joint"), [("modelopt nvfp4", "_"), ("nvfp4", ".")])
-def test_quantized_experts_may_be_one_tensor(dialect: str, joint: str, wide: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "joint", "by_inputs"),
+    [
+        ("modelopt nvfp4", "_", False),
+        ("nvfp4", ".", False),
+        ("fp8 blocks", "_", False),
+        ("fp8 blocks", "_", True),
+    ],
+)
+def test_quantized_experts_may_be_one_tensor(
+    dialect: str, joint: str, by_inputs: bool, wide: Path, tmp_path: Path
+) -> None:
     """Scales of tensors are for each projection, or for all of an expert, as those of its inputs."""
     path = quantize(wide, tmp_path / "apart", dialect, in_experts)
     state, config = load_checkpoint(path)
@@ -105,8 +115,9 @@ def test_quantized_experts_may_be_one_tensor(dialect: str, joint: str, wide: Pat
             torch.stack([fused.pop(f"{experts}.{number}.{part}_proj.{kind}") for number in range(6)])
             for part in ("gate", "up", "down")
         )
-        end = "" if kind == "weight" else joint + kind
+        end = "" if kind == "weight" else joint + kind.replace("weight_scale_inv", "scale_inv")
         both = torch.cat([gate, up], 1) if gate.dim() > 1 else torch.stack([gate, up], 1)
+        both, down = (both.mT, down.mT) if by_inputs else (both, down)
         fused[f"{experts}.gate_up_proj{end}"] = gate if kind.startswith("input") else both
         fused[f"{experts}.down_proj{end}"] = down
     fused_path = save_checkpoint(tmp_path / "fused", fused, config, safetensors=True)

@@ -3,9 +3,10 @@
 Names are compared without a leading ``model.``, ``language_model.`` or ``text_model.`` and with ``midlayer.`` read as
 ``layers.0.``, so every published variant of a draft head, and the text part of a vision-language file, looks the same.
 So do experts: one tensor with the projections of all, ``experts.gate_up_proj`` [E, O, I] or ``experts.down_proj``, is
-read as one for each projection of each; gpt-oss and Qwen3-VL have them as [E, I, O]. Next to one of their biases, as
-gpt-oss has it, gates and ups are by turns; so are ``blocks`` and ``scales`` of MXFP4, [E, O, ..]. Tensors of other
-formats, such as ``gate_up_proj_weight_scale``, have a number or rows for each expert or each of its projections.
+read as one for each projection of each; gpt-oss and Qwen3-VL have them as [E, I, O], as ``gate_up_proj_scale_inv`` is
+then, too. Next to one of their biases, as gpt-oss has it, gates and ups are by turns; so are ``blocks`` and ``scales``
+of MXFP4, [E, O, ..]. Tensors of other formats, such as ``gate_up_proj_weight_scale``, have a number or rows for each
+expert or each of its projections.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 _EXPERTS = re.compile(
-    r"(.*\.experts)\.(gate_up|down)_proj(?:[._](bias|blocks|scales|weight(?:_\w+)?|input_\w+))?"
+    r"(.*\.experts)\.(gate_up|down)_proj"
+    r"(?:[._](bias|blocks|scales|scale_inv|activation_scale|weight(?:_\w+)?|input_\w+))?"
 )
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
@@ -74,6 +76,8 @@ class _Part(NamedTuple):
 def canonical(name: str) -> str:
     """Return this package's name for a tensor of a file."""
     name = re.sub(r"^((model|language_model|text_model)\.)+", "", name)
+    name = re.sub(r"\.experts\.(\w+_proj)\.(\d+)\.", r".experts.\2.\1.", name)  # ModelOpt's
+    name = name.replace(".moe.experts.", ".experts.")  # of quantized Gemma 4
     name = name.replace("_moe.e_score_correction_bias", "_moe.gate.e_score_correction_bias")  # MiniMax-M2's
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
@@ -112,7 +116,7 @@ class TensorFiles:
         fused = [found for name in self.names() if (found := _EXPERTS.fullmatch(name))]
         by_inputs = {found[1] for found in fused if self._are_by_inputs(found[1])}
         for found in fused:
-            self._split(found, by_turns, found[1] in by_inputs and found[3] is None)
+            self._split(found, by_turns, found[1] in by_inputs and found[3] in (None, "scale_inv"))
 
     def _are_by_inputs(self, experts: str) -> bool:
         """Return whether fused weights are ``[E, I, O]``: then ``down_proj`` has half of the other's outputs in
@@ -131,14 +135,14 @@ class TensorFiles:
         count, axis = len(projections), 2 if by_inputs else 1
         if kind not in _DIMENSIONS and math.prod(shape) == 1:  # one for all: left as it is
             return
-        shared = kind not in _DIMENSIONS and (len(shape) == 1 or (shape[1] == 1 and count > 1))
+        shared = kind not in _DIMENSIONS and (len(shape) == 1 or (shape[axis] == 1 and count > 1))
         if len(shape) != _DIMENSIONS.get(kind, len(shape)) or (not shared and shape[axis] % count):
             sizes = [f"outputs of {' and '.join(projections)}", "inputs"][:: -1 if by_inputs else 1]
             wanted = f"expected experts, {sizes[0]}, and {sizes[1]}"
             raise ValueError(f"{self.file(fused)}: tensor {fused} has shape {list(shape)}, {wanted}")
         place, size = self._files.pop(fused), 0 if shared else shape[axis] // count
         for number, (expert, part) in enumerate(itertools.product(range(shape[0]), projections)):
-            name = f"{experts}.{expert}.{part}.{kind}"
+            name = f"{experts}.{expert}.{part}.{'weight_' if kind == 'scale_inv' else ''}{kind}"
             if name in self._files:
                 raise ValueError(f"{self.path} has {name} twice: by itself, and in {fused}")
             at = number % count
