@@ -419,7 +419,13 @@ def test_what_is_quantized_is_not_rounded_again(quantized: Quantized) -> None:
 
 @pytest.mark.parametrize(
     ("dialect", "given"),
-    [("awq", "awq"), ("gptq", "gptq"), ("W4A16", "compressed-tensors"), ("modelopt", "modelopt")],
+    [
+        ("awq", "awq"),
+        ("gptq", "gptq_marlin"),
+        ("W4A16", "compressed-tensors"),
+        ("modelopt", "modelopt_fp8"),
+        ("fbgemm", "fbgemm_fp8"),
+    ],
 )
 def test_a_flag_that_says_what_the_checkpoint_is(
     quantized: Quantized, plain: Path, tmp_path: Path, dialect: str, given: str
@@ -431,7 +437,8 @@ def test_a_flag_that_says_what_the_checkpoint_is(
     assert resolved.quantization == "none"
     assert any(note.startswith("--quantization has no effect: the checkpoint is") for note in notes)
     other = quantize(plain, tmp_path / "other", "fp8 a tensor")
-    with pytest.raises(ValueError, match=f"--quantization {given}: the checkpoint is fp8: .* use none"):
+    taken = settings.quantization
+    with pytest.raises(ValueError, match=f"--quantization {taken}: the checkpoint is fp8: .* use none"):
         resolve_engine(replace(settings, model_path=str(other)))
     with pytest.raises(
         ValueError, match="the checkpoint is not quantized; accepted are none, fp8, int8, int4"

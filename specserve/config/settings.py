@@ -84,7 +84,11 @@ class Settings:
         "projections' inputs are too. On a GPU a step then reads half or a quarter of the bytes; on a CPU, and in "
         "float64, no memory is saved. none: weights as the checkpoint stores them. A quantized checkpoint needs no "
         "flag and is refused if the flag names another format.",
-        choices=("none", *ROUNDED, "awq", "gptq", "compressed-tensors", "modelopt"),
+        choices=("none", *ROUNDED, "awq", "gptq", "compressed-tensors", "modelopt", "mxfp4", "fbgemm_fp8"),
+        synonyms={
+            **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mixed"), "modelopt"),
+            **{"awq_marlin": "awq", "gptq_marlin": "gptq"},
+        },
     )
 
     sampling_defaults: str = model(

@@ -342,7 +342,7 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
 
 def test_flags_of_experts() -> None:
     """Each is told by its name, and a switch does not swallow what follows."""
-    line = "--enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton"
+    line = "--enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton --enable-deepep-waterfill"
     assert load(f"{line} --port 5").port == 5
     kernel = "how experts are stored decides their kernel"
     one = "outputs of experts are added over ranks like all others, and experts stay where they are"
@@ -350,6 +350,7 @@ def test_flags_of_experts() -> None:
         f"--enable-eplb has no effect: {one}",
         f"--moe-a2a-backend has no effect: {one}",
         f"--moe-runner-backend has no effect: {kernel}",
+        f"--enable-deepep-waterfill has no effect: {one}",
     ]
     assert load("-ep --distributed-timeout-seconds 9").enable_expert_parallel
     given = load("--enable-ep-moe --tp 2 --device cpu --speculative-draft-tensor-parallel-size 1")
