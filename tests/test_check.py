@@ -509,8 +509,9 @@ def test_experts_and_what_multiplies_them_are_said(
 ) -> None:
     plain = make_qwen3_moe(tmp_path / "plain", hidden=64, inner=32, layers=2)
     path = quantize(plain, tmp_path / "nvfp4", "nvfp4")
-    choices = check(capsys, path, None, "--no-run", "--skip-tokenizer-init")[1]["choices"]
-    assert "experts of 1 layers: 6 experts in float64, multiplied by PyTorch, one after another" in choices
+    report = check(capsys, path, None, "--no-run", "--skip-tokenizer-init")[1]
+    choices, said = report["choices"], report["memory"]["experts"]
+    assert said == ["experts of 1 layers: 6 experts in float64, multiplied by PyTorch, one after another"]
     weights = (
         "weights: compressed-tensors: NVFP4 with a scale for 16 inputs and one a tensor, inputs as they are; "
     )
@@ -522,4 +523,8 @@ def test_experts_and_what_multiplies_them_are_said(
         model = load_target(path, torch.float32, torch.device("cpu"), 8)
         words = {module.words for module in model.modules() if isinstance(module, Experts)}
     by = "multiplied by Triton, all chosen ones at once"
+    argv = ["--model-path", str(plain), "--skip-tokenizer-init", "--device-memory", "8GB", "--json"]
+    assert main(argv) == 1
+    (planned,) = json.loads(capsys.readouterr().out)["memory"]["experts"]
+    assert planned == f"experts of 1 layers: 6 experts in bfloat16, {by}"
     assert words == {f"6 experts in floats of 4 bits in groups of 16, {by}"}

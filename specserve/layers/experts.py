@@ -90,8 +90,9 @@ class Experts(nn.Module):
         return kernels.ExpertWeights(gate_up, down, gate_up_bias_EO, down_bias_EH, (gates_round, down_rounds))
 
     @property
+    @torch.no_grad()
     def words(self) -> str:
-        """Their loaded weights and what multiplies them, for reports."""
+        """Their loaded weights and what multiplies them without gradients, for reports."""
         weights, count = self._stacked[:2], len(self.numbers)
         held = [each.values if isinstance(each, kernels.Packed) else each for each in weights]
         kinds = " and ".join(dict.fromkeys(map(_words, weights)))

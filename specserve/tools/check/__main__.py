@@ -10,7 +10,6 @@ import contextlib
 import logging
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from specserve.config.speculation import SHAPE
 from specserve.engine.memory import DeviceMemory
 from specserve.engine.shapes import cut
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.layers.experts import Experts
 from specserve.logs import configure_logging
 from specserve.process.assemble import resolve_engine
 from specserve.process.worker import load_engine
@@ -110,9 +108,6 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
     try:
         loading = 0 if report.memory is None else report.memory.loading
         report.memory = replace(memory_needed(engine), loading=loading)
-        modules = engine.runner.context.target.modules()
-        found = Counter(module.words for module in modules if isinstance(module, Experts))
-        report.choices += [f"experts of {layers} layers: {words}" for words, layers in found.items()]
         if not options.no_run:
             measure(engine, config, tokenizer, prompts, options.max_tokens, report)
         if text is not None:

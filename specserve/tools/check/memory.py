@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -51,6 +52,7 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
     config, seen = context.pool.config, set[int]()
     use = config.use(pages, context_length)
     shared = set(map(id, _shared(context.target)))
+    experts = Counter(each.words for each in context.target.modules() if isinstance(each, Experts))
     return MemoryUse(
         device=str(context.state.device),
         loaded=True,
@@ -62,6 +64,7 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
         pool=pages * config.page_bytes,
         states=_states(context),
         prefixes=0 if context.snapshots is None else context.snapshots.rows,
+        experts=tuple(f"experts of {layers} layers: {words}" for words, layers in experts.items()),
         graphs=0,
         loading=0,
         longest_request=use.longest_request,
@@ -95,6 +98,7 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
         expected,
         device=config.device,
         loaded=False,
+        experts=expected.experts if config.device != "cpu" else (),  # assembled with plain weights
         graphs=_graphs(config, context),
         loading=found.weights + _temporary(config, context.target.layers),
     )

@@ -14,7 +14,7 @@ class MemoryUse:
     most while the weights are loaded, before there is a pool; always expected. ``kv_per_token`` and ``pool_tokens``: as
     if all layers kept all tokens. ``states``: of requests, and of ``prefixes`` cached ones. ``full_contexts``: requests
     as long as the context that the pool holds. All are of the first of ``ranks``. ``whole``: of ``weights``, those that
-    each rank has whole."""
+    each rank has whole. ``experts``: of how many layers are how many, in which weights, and what multiplies them."""
 
     device: str
     loaded: bool
@@ -31,6 +31,7 @@ class MemoryUse:
     whole: int = 0
     states: int = 0
     prefixes: int = 0
+    experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def _memory(found: MemoryUse) -> Iterator[str]:
     yield f"weights       {_size(found.weights)}, at most {_size(found.loading)} while they are loaded"
     if found.whole:
         yield f"              {_size(found.whole)} of them are the same on each rank"
+    yield from found.experts
     if found.draft:
         yield f"draft         {_size(found.draft)}, without what it shares with the target"
     yield f"KV pool       {_size(found.pool)}: {found.pool_tokens} tokens of {_size(found.kv_per_token)}"
