@@ -211,6 +211,13 @@ def test_a_shared_expert_that_is_stored_in_another_way_stays_apart(shared: Path,
     assert [each.routing.shared for each in model.modules() if isinstance(each, Router)] == [0]
 
 
+def test_a_random_gate_of_a_shared_expert_is_plain(shared: Path, tmp_path: Path) -> None:
+    """No format of 4 bits holds its one output."""
+    weights = load_model_config(quantize(shared, tmp_path, "gptq"), random="").weights
+    assert weights.stores("layers.1.mlp.shared_expert.up_proj")
+    assert not weights.stores("layers.1.mlp.shared_expert_gate")
+
+
 def test_which_weights_can_be_stored_with_others() -> None:
     """Those of the same layout without biases, in pieces of whole groups."""
 

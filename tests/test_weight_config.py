@@ -209,7 +209,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"dynamic": {r"+:model\.language_model\.layers": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
     ("gptq", {"dynamic": [".*"]}, "dynamic must be an object of patterns and objects, found"),
     ("gptq", {"dynamic": {"-:(": {}}}, r"'\(' is not a regular expression: missing \)"),
-    ("W4A16", packed_group(16), r"group_0\.weights: .*group_size must be 32, .* found 16"),
+    ("W4A16", packed_group(16), r"group_0\.weights: group_size must be 32, .* found 16"),
     ("W4A16", packed_group(64, actorder="group"), "actorder is group, but the files have no .*weight_g_idx"),
     ("W4A16", packed_group(64, actorder="odd"), "actorder must be True, False, group, .* found 'odd'"),
     ("W4A16", {"format": None}, "group_0\\.weights: format must be pack-quantized .* found none"),

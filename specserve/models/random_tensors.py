@@ -146,7 +146,7 @@ def random_format(quantization_config: object, model: TargetModel) -> WeightForm
     found: dict[str, torch.dtype | None] = {}
     for path, module in model.named_modules():
         outside, _, name = ".".join(model.renamed.get(part, part) for part in path.split(".")).rpartition(".")
-        if not isinstance(module, Projection) or not outside:
+        if not isinstance(module, Projection) or not outside or name == "shared_expert_gate":  # one output
             continue
         for part in module.parts or [name]:
             tensors = {f"{outside}.{part}.{kind}": dtype for kind, dtype in _QUANTIZED.items()}

@@ -120,7 +120,8 @@ class _Group:
         try:
             return _layout(weights, kept_as)
         except ValueError as error:
-            raise ValueError(f"{self.where}.weights: {error}") from None
+            words = str(error).removeprefix("quantization_config: ")
+            raise ValueError(f"{self.where}.weights: {words}") from None
 
 
 def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
