@@ -53,7 +53,7 @@ def test_the_first_map() -> None:
     assert live(kept=[60, 7]).rows_R.tolist() == [*range(SIZE - 1), 60]
     start = live(size=5, start=[50, 3, 40], kept=[60]).rows_R
     assert start.tolist() == [0, 3, 40, 50, 60]
-    assert [default_size(rows) for rows in (64, 4000, 4096, 32000)] == [64, 1024, 1024, 8000]
+    assert [default_size(rows) for rows in (64, 4000, 4096, 32000, 248_320)] == [64, 1024, 1024, 8000, 32768]
 
 
 def test_running_texts_come_first() -> None:

@@ -395,7 +395,8 @@ class Settings:
     )
     speculative_token_map_size: int | None = speculation(
         None,
-        "Tokens in a dynamic map. Default: a quarter of those that the draft scores, but at least 1024 (or all).",
+        "Tokens in a dynamic map. Default: a quarter of those that the draft scores, but at least 1024 (or all) and at "
+        "most 32768.",
         low=1,
     )
     speculative_token_map_interval: int | None = speculation(

@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 HALF_LIFE = 8  # output tokens per row of the map after which a count's weight has halved
 GAIN = 0.001  # share of the counted text by which a new map must cover more
-LEAST_ROWS = 1024
+LEAST_ROWS, MOST_ROWS = 1024, 32_768  # of a default; FR-Spec's maps have the latter
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 def default_size(rows: int) -> int:
-    """Return a quarter of the rows that a draft scores, at least ``LEAST_ROWS``."""
-    return min(rows, max(LEAST_ROWS, rows // 4))
+    """Return a quarter of the rows that a draft scores, between ``LEAST_ROWS`` and ``MOST_ROWS``."""
+    return min(rows, max(LEAST_ROWS, min(rows // 4, MOST_ROWS)))
 
 
 class DynamicMap:

@@ -39,7 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--api-key", help="API key of the servers")
     add("--map", type=Path, nargs="+", default=[], metavar="FILE", help="FR-Spec files")
     add(
-        "--size", type=int, help="ids in the map (default: a quarter of the vocabulary, at least 1024 or all)"
+        "--size",
+        type=int,
+        help="ids in the map (default: a quarter of the vocabulary, at least 1024 or all, at most 32768)",
     )
     add("--output", type=_output, required=True, metavar="FILE", help=f"ends in {', '.join(FORMATS)}")
     args = parser.parse_args(argv)
