@@ -149,7 +149,12 @@ def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
 METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
-ELSEWHERE = {"draft_model": "STANDALONE", "ngram_gpu": "NGRAM"}
+_WITH_MTP = "deepseek", "glm4_moe", "glm4_moe_lite", "mimo", "qwen3_5", "qwen3_next"
+ELSEWHERE = {
+    "draft_model": "STANDALONE",
+    "ngram_gpu": "NGRAM",
+    **{f"{name}_mtp": "MTP" for name in _WITH_MTP},
+}
 """vLLM's names of methods, and ours."""
 
 

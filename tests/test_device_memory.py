@@ -224,13 +224,16 @@ def test_a_pool_is_as_large_as_the_free_memory_allows(
         pool_of(target, 0)
 
 
-def test_states_count_beside_a_pool(tmp_path: Path) -> None:
+def test_states_count_beside_a_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Though on a CPU they take no memory before requests run. Those of prefixes take a third of the rest."""
     target = make_qwen3_5(tmp_path)
     context = context_of(make_scheduler(target))
     assert context.states is not None
     free = context.states.nbytes + 3000 * context.pool.config.page_bytes // 16
     assert pool_of(target, free, mem_fraction_static=0.5) == 1008  # whole pages
+    assert "--max-running-requests" not in caplog.text
+    assert pool_of(target, free, mem_fraction_static=0.2) == 400
+    assert "requests are refused; states take 0.0 GiB, less with a smaller --max-running" in caplog.text
     fit = free * context.states.rows // context.states.nbytes - 1
     words = f"--max-running-requests: 257 states take .* GiB, .* are free .*; expected at most {fit}"
     with pytest.raises(ValueError, match=words):

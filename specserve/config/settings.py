@@ -210,7 +210,10 @@ class Settings:
         "and 256), torch on cpu.",
         choices=("auto", "torch", "triton", "flashinfer"),
         synonyms={"triton_attn": "triton", "torch_native": "torch"},
-        foreign=("fa3", "fa4", "flash_attn", "trtllm_mha", "flex_attention", "aiter", "wave"),
+        foreign=(
+            *("fa3", "fa4", "flash_attn", "trtllm_mha", "flex_attention", "aiter", "wave"),
+            *("flashmla", "cutlass_mla", "trtllm_mla"),
+        ),
     )
     kv_cache_dtype: str = engine(
         "auto",

@@ -372,7 +372,7 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     if states is not None and config.snapshots is None:
         snapshots = _states(config, fitting(config, pool_config, pages, states), device, ranks)
     if config.max_total_tokens is None:
-        check_context(config, pool_config.layout.longest(pages - 1, longest))
+        check_context(config, pool_config.layout.longest(pages - 1, longest), beside)
     phase.enter("making the KV pool")
     attention = attention_for(config.attention_backend, pool_config)
     state = DecodeState(
@@ -429,16 +429,22 @@ def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
     return -(-(config.context_length + plan.margin) // whole) * whole
 
 
-def check_context(config: EngineConfig, held: int) -> None:
-    """Warn that a pool of ``held`` tokens, sized by the memory there is, holds no whole context. Raises ValueError if
-    the context was chosen, that is, is shorter than the model's."""
+def what_states_take(size: int) -> str:
+    """Return the end of a line about too little memory, next to states of so many bytes."""
+    return f"; states take {size / 2**30:.1f} GiB, less with a smaller --max-running-requests" if size else ""
+
+
+def check_context(config: EngineConfig, held: int, states: int) -> None:
+    """Warn that a pool of ``held`` tokens, sized by the memory there is next to ``states`` bytes of them, holds no
+    whole context. Raises ValueError if the context was chosen, that is, is shorter than the model's."""
     wanted, (longest, _) = config.context_length, config.model.longest_context
     if wanted <= held:
         return
     words = f"--context-length: the memory that is free next to the weights holds {held} tokens of KV cache"
+    more = what_states_take(states)
     if wanted < longest:
-        raise ValueError(f"{words}, expected at most that, found {wanted}")
-    log.warning("%s, fewer than the model's %d: longer requests are refused", words, wanted)
+        raise ValueError(f"{words}, expected at most that, found {wanted}{more}")
+    log.warning("%s, fewer than the model's %d: longer requests are refused%s", words, wanted, more)
 
 
 def _layout(

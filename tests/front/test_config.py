@@ -340,6 +340,18 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
     assert notes[0] == "--enable-metrics has no effect: metrics are always at /metrics"
 
 
+def test_flags_of_states_and_latents() -> None:
+    """In commands for Qwen3.5 and DeepSeek."""
+    line = "--mamba-track-interval 64 --linear-attn-decode-backend flashinfer --attention-backend flashmla"
+    found = load(f'{line} -sc {{"method":"qwen3_next_mtp","num_speculative_tokens":2}}')
+    assert (found.speculative_algorithm, found.attention_backend) == ("MTP", "flashmla")
+    interval, backend = unused(line.split(), {})
+    assert interval.startswith("--mamba-track-interval has no effect: states are cached where")
+    assert backend.endswith("no effect: there is one implementation of layers that keep a state")
+    with pytest.raises(ValueError, match=r"--mamba-cache-dtype: .*--mamba-ssm-dtype"):
+        load("--mamba-cache-dtype float32")
+
+
 def test_flags_of_experts() -> None:
     """Each is told by its name, and a switch does not swallow what follows."""
     line = "--enable-eplb --moe-a2a-backend deepep --moe-runner-backend triton --enable-deepep-waterfill"

@@ -10,6 +10,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.draft.eagle_family import open_draft
 from specserve.models.draft.fields import FLAG, KINDS
 from specserve.models.read_config import end_tokens
+from specserve.process.assemble import what_states_take
 from specserve.tools.check.memory import expected_memory, shares
 from specserve.tools.check.report import CheckReport
 
@@ -59,8 +60,7 @@ def _memory(config: EngineConfig, report: CheckReport, there: DeviceMemory | Non
     has, tokens = (there or device_memory(config.device)).total, found.longest_request
     pool = 0 if config.max_total_tokens is None else found.pool
     wanted = max(found.weights + found.draft + found.states + pool, found.loading)
-    more = f"; states take {found.states / 2**30:.1f} GiB, less with a smaller --max-running-requests"
-    more = more if found.states else ""
+    more = what_states_take(found.states)
     if tokens == 0 and config.device != "cpu":
         wanted = max(wanted, int((found.weights + found.draft) / config.mem_fraction_static))
     if wanted > has or tokens == 0:
