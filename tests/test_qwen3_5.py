@@ -23,7 +23,10 @@ from specserve.process.assemble import resolve_engine
 from specserve.scheduler import points
 from tests.engines import answer_all, make_scheduler
 from tests.matrix import check_matrix, check_texts_of, prompts
+from tests.reference.block import make_block
+from tests.reference.draft_models import make_eagle3
 from tests.reference.models import make_qwen3_5
+from tests.speculation.methods import scheduler_of
 
 
 def test_the_text_of_transformers_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +57,22 @@ def test_every_text_is_identical(
     assert max(row.mean_accepted_length for row in report.rows) > 1.5
     assert report.preemptions > 1
     assert sum(row.cached_tokens > 0 for row in report.rows) > count // 4
+
+
+def test_drafts_of_other_kinds(tmp_path: Path) -> None:
+    """EAGLE-3 and DFlash read states between delta nets, and trees have up to 64 nodes; in blocks as they are."""
+    target = make_qwen3_5(tmp_path / "target", branch_scale=0.04)
+    sampled = SamplingParams(temperature=0.8, seed=4, max_tokens=40, ignore_eos=True)
+    work = [(prompt, sampled) for prompt in prompts([3, 40])]
+    expected = [each.tokens for each in answer_all(make_scheduler(target), work)]
+    for method, draft, shape in (
+        ("EAGLE3", make_eagle3(tmp_path / "eagle3", target, agree=True), (3, 2, 8)),
+        ("DFLASH", make_block(tmp_path / "dflash", target, agree=True), (3, 2, 8)),
+        ("NEXTN", target, (6, 8, 64)),
+    ):
+        answers = answer_all(scheduler_of(method, target, draft, shape), work)
+        assert [each.tokens for each in answers] == expected
+        assert sum(each.usage.accepted for each in answers) > 4
 
 
 @pytest.mark.parametrize("rows", [1, 2])
