@@ -126,6 +126,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "MXFP8"}}},
         "quant_algo must be FP8, NVFP4, .* found 'MXFP8'",
     ),
+    (
+        "modelopt nvfp4",
+        {"quantized_layers": {"lm_head": "FP8"}},
+        "quantized_layers must be an object of objects, found",
+    ),
+    (
+        "nvfp4",
+        packed_group(16, type="float", group_size=[16]),
+        "type float of 4 bits by group is not supported",
+    ),
     ("nvfp4", packed_group(32, type="float"), "type float of 4 bits by group is not supported"),
     (
         "modelopt",
@@ -207,7 +217,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"dynamic": {"-:.*k_proj": {}}}, r"dynamic excludes model\.layers\.0\.self_attn\.k_proj"),
     ("gptq", {"dynamic": {"+:.*k_proj": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
     ("gptq", {"dynamic": {r"+:model\.language_model\.layers": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
-    ("gptq", {"dynamic": [".*"]}, "dynamic must be an object of patterns and objects, found"),
+    ("gptq", {"dynamic": [".*"]}, "dynamic must be an object of objects, found"),
     ("gptq", {"dynamic": {"-:(": {}}}, r"'\(' is not a regular expression: missing \)"),
     ("W4A16", packed_group(16), r"group_0\.weights: group_size must be 32, .* found 16"),
     ("W4A16", packed_group(64, actorder="group"), "actorder is group, but the files have no .*weight_g_idx"),

@@ -16,7 +16,7 @@ import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 
-from specserve.layers.formats.float4 import MXFP4, NVFP4, Float4Layout
+from specserve.layers.formats.float4 import MXFP4, NVFP4
 from specserve.layers.formats.fp8 import (
     ACTIVATION_SCALES,
     KV_SCALES,
@@ -57,11 +57,11 @@ _STATUS = ("compressed", "frozen")
 _INT8, _INT4, _FLOAT8 = {"strategy": "channel"}, {"num_bits": 4, "group_size": 128}, {"type": "float"}
 _NVFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "group", "group_size": 32}
-_FLOATS4: dict[tuple[str, object], tuple[str, Float4Layout]] = {
-    ("tensor_group", 16): ("nvfp4-pack-quantized", NVFP4),
-    ("group", 32): ("mxfp4-pack-quantized", MXFP4),
-}
-"""Formats and layouts of 4-bit floats, by strategy and group."""
+_FLOATS4 = (
+    (("tensor_group", 16), "nvfp4-pack-quantized", NVFP4),
+    (("group", 32), "mxfp4-pack-quantized", MXFP4),
+)
+"""Strategy and group, format, and layout of 4-bit floats."""
 _PRESETS: dict[str, dict[str, Any] | None] = {
     "UNQUANTIZED": None,
     "W8A16": _INT8,
@@ -190,9 +190,10 @@ def _layout(weights: Mapping[str, Any], kept_as: str | None) -> Layout:
         return PackQuantizedLayout(
             kind[1], group_of(weights) if strategy == "group" else 0, symmetric, ordered
         )
-    packing, floats = _FLOATS4.get((strategy, weights.get("group_size")), ("", None))
-    if kind == ("float", 4) and floats is not None and kept_as in (None, "mixed-precision", packing):
-        return floats
+    grouped = kind, strategy, weights.get("group_size")
+    for how, packing, floats in _FLOATS4:
+        if grouped == (("float", 4), *how) and kept_as in (None, "mixed-precision", packing):
+            return floats
     if kind == ("float", 8) and strategy == "block":
         return Fp8Layout("weight_scale", _block(weights.get("block_structure")))
     if kind == ("float", 8) and strategy in ("tensor", "channel"):

@@ -25,6 +25,7 @@ from specserve.layers.formats.stored import (
     matches,
     modules_with,
     moved,
+    objects,
     one_of,
     smaller_groups,
     stored_weights,
@@ -140,12 +141,7 @@ def _layout(config: Mapping[str, Any], module: str, files: Dtypes) -> GptqLayout
 
 def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
     """Return the overrides of the first pattern of ``dynamic`` that matches a module; None if that excludes it."""
-    given = config.get("dynamic") or {}
-    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
-        raise ValueError(
-            f"quantization_config: dynamic must be an object of patterns and objects, found {given!r}"
-        )
-    for pattern, fields in given.items():
+    for pattern, fields in objects(config, "dynamic").items():
         if matches(text_name(pattern).removeprefix("-:").removeprefix("+:"), module):
             return None if pattern.startswith("-:") else fields
     return {}

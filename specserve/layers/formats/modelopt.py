@@ -16,6 +16,7 @@ from specserve.layers.formats.stored import (
     StoredWeights,
     check_left_out,
     modules_with,
+    objects,
     one_of,
     stored_weights,
     texts,
@@ -38,8 +39,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
     algorithm = one_of(fields, "quant_algo", _ALGORITHMS)
     if algorithm in _NVFP4:
         one_of(fields, "group_size", (MODELOPT.group,))
-    mixed = fields.get("quantized_layers")
-    for layer in mixed.values() if isinstance(mixed, Mapping) else ():
+    for layer in objects(fields, "quantized_layers").values():
         one_of(layer, "quant_algo", _ALGORITHMS[:-1])
     layouts: dict[str, Layout] = dict.fromkeys(
         modules_with(names, "weight_scale"), Fp8Layout("weight_scale", PER_TENSOR)

@@ -464,6 +464,14 @@ def texts(config: Mapping[str, Any], field: str) -> list[str]:
     return [text_name(each) for each in found]
 
 
+def objects(config: Mapping[str, Any], field: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return an object of objects by names or patterns, empty if there is none. Raises ValueError for anything else."""
+    found = config.get(field) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(each, Mapping) for each in found.values()):
+        raise ValueError(f"quantization_config: {field} must be an object of objects, found {found!r}")
+    return found
+
+
 def text_name(name: str) -> str:
     """Return a name or pattern as the configuration of a language model alone would write it."""
     return re.sub(r"language_model(\\?\.(?![*+?{]))?", "", name)
