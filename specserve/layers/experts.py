@@ -59,8 +59,10 @@ class Experts(nn.Module):
         self.gate_up_proj.shares_inputs = True
         for each in (self.gate_up_proj, self.down_proj):
             if isinstance(each, Joined):
+                ways = {getattr(piece, "layout", None): part for piece in each.pieces for part in piece.parts}
+                found = " and ".join(sorted(ways.values()))
                 raise ValueError(
-                    f"{full_name(name)}: all experts must be stored in the same way, found several"
+                    f"{full_name(name)}: all experts must be stored in the same way, found different ones for {found}"
                 )
             each.stacked = True
 
