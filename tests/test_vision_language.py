@@ -12,9 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from specserve import SamplingParams
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES, AROUND
+from tests.engines import answer_one, make_scheduler
 from tests.reference.gemma4 import draw_weights
+from tests.reference.models import load_checkpoint, save_checkpoint
+from tests.test_latent import make_deepseek
 from tests.test_more_targets import SIZES
 from tests.test_targets import change_config, check_logits
 
@@ -121,7 +125,29 @@ def test_quantized_modules_beside_the_text(tmp_path: Path) -> None:
 def test_every_vision_language_architecture_is_compared() -> None:
     here = {f"{family}ForConditionalGeneration" for family in FAMILIES}
     around = {name for name in (*ARCHITECTURES, *AROUND) if "ForConditionalGeneration" in name}
-    assert {name for name in around if not name.startswith("Gemma")} == here
+    assert {name for name in around if not name.startswith(("Gemma", "Kimi"))} == here
+
+
+def test_kimi_k2_5(tmp_path: Path) -> None:
+    """As published: transformers writes other names."""
+    flat = make_deepseek(tmp_path / "flat")
+    state, text = load_checkpoint(flat)
+    named = {f"language_model.{name}": tensor for name, tensor in state.items()}
+    named |= dict.fromkeys(
+        ("mm_projector.proj.0.weight", "vision_tower.patch_embed.pos_emb.weight"), torch.ones(4)
+    )
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text,
+    }
+    text |= {"model_type": "kimi_k2", "quantization_config": None}
+    target = save_checkpoint(
+        tmp_path / "target", named, {**config, "tie_word_embeddings": False}, safetensors=True
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+    found, expected = (answer_one(make_scheduler(path), [3, 9, 14], params) for path in (target, flat))
+    assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
 def test_an_unknown_text_part_is_named(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class TargetModel(nn.Module):
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     beside: ClassVar[tuple[str, ...]] = (
-        *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
+        *("vision_", "visual.", "multi_modal_projector.", "mm_projector.", "connector."),
     )
     renamed: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[Mapping[str, Gate]] = ACTIVATIONS

@@ -71,10 +71,13 @@ TEXT_PARTS = {
     "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 """Text parts of the architectures in ``AROUND``, by their ``model_type``."""
 AROUND = tuple(
-    f"{name}ForConditionalGeneration" for name in ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
+    f"{name}ForConditionalGeneration"
+    for name in ("Idefics3", "InternVL", "KimiK25", "Llava", "Mistral3", "SmolVLM")
 )
 
 
