@@ -209,6 +209,7 @@ def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
     check_logits(target, count=12)
     shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft), **shape}
+    settings |= {"chunked_prefill_size": 7, "page_size": 1}
     work = [(PROMPT, params), (PROMPT * 4, SamplingParams(temperature=1.0, seed=3, max_tokens=12))]
     plain = answer_all(make_scheduler(target), work)
     drafted = answer_all(make_scheduler(target, **settings), work)
