@@ -192,16 +192,18 @@ def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
     client.run()
 
 
-def test_answers_make_room_for_what_follows(target: Path) -> None:
-    """A chat has one snapshot, that of its last answer, and one that it shares with another stays."""
-    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=4)
+@pytest.mark.parametrize(("length", "room"), [(3, 3), (12, 4)])
+def test_answers_make_room_for_what_follows(length: int, room: int, target: Path) -> None:
+    """A chat has one snapshot, that of its last answer, and one that it shares with another stays. While an answer
+    runs, there is one more of what was asked, if that is long."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + room)
     system = [*text(15), END]
     chats = [[*system, *text(3)] for _ in range(2)]
     assert [engines.cached(chat) for chat in chats] == [[0], [16]]
     for _ in range(2):
         for chat in chats:
-            chat += [*engines.answers(chat)[0].tokens, END, *text(3)]
-            assert engines.cached(chat) == [(len(chat) - 5) // PAGE * PAGE]
+            chat += [*engines.answers(chat)[0].tokens, END, *text(length - 1), END, *text(3)]
+            assert engines.cached(chat) == [(len(chat) - length - 5) // PAGE * PAGE]
     assert [engines.cached([*system, *text(3)]) for _ in range(2)] == [[16], [16]]
 
 

@@ -148,19 +148,19 @@ class RadixCache:
 
     def keep(self, tokens: Sequence[int], salt: str = "", replaces: int = 0) -> int:
         """Return the number of a new snapshot after ``tokens``, whole pages that are cached; 0 if there is one. That of
-        the first ``replaces`` makes room before all others, unless several sequences go on from there."""
-        end = first = 0
+        the first ``replaces`` and those since then make room before all others, but where several sequences go on."""
+        end, fewer = 0, list[int]()
         for node, matched in self._walk(self._keys(tokens, salt)):
             end += matched * self._page_size
-            if end == replaces and len(node.children) == 1:
-                first = node.state
+            if end >= replaces > 0 and node.state and len(node.children) == 1 and matched == len(node.keys):
+                fewer.append(node.state)
         if matched < len(node.keys):
             node = self._split(node, matched)
         if node.state:
             self._kept.move_to_end(node.state)
             return 0
-        if first:
-            self._kept.move_to_end(first, last=False)
+        for state in reversed(fewer):
+            self._kept.move_to_end(state, last=False)
         free = self._free_snapshots
         node.state = free.pop() if free else self._drop_state(next(iter(self._kept.values())))
         self._kept[node.state] = node
