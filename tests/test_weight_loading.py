@@ -13,6 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import save_file
+from specserve_kernels import Numbers, pack
+from specserve_kernels.reference.linear import floats
 from torch import Tensor
 
 from specserve.config import Settings, make_settings
@@ -129,6 +131,21 @@ def test_loading_holds_one_projection_a_thread_in_two_forms(tmp_path: Path, kind
         more.append(made.peak - made.held)
         assert expected.loading - expected.weights == pytest.approx(checkpoint.READERS * more[-1], rel=0.01)
     assert more[1] == pytest.approx(more[0], rel=0.01)
+
+
+def test_slices_of_floats_bound_the_memory_expected() -> None:
+    """Without data, too."""
+    values, scale = torch.ones(300, 128, device="meta"), torch.ones(300, 4, device="meta")
+    found = []
+    for size in (1 << 12, 1 << 20):
+        with patch.object(floats, "SLICE", size), Allocations() as made:
+            packed = pack(Numbers(values.byte(), scale, None, 32, floats=True), True)
+        found.append((made.peak, made.held))
+        assert packed.values.shape == (300, 64)
+        assert packed.scale_WSN.shape == (1, 300, 4)
+    (peak, held), (whole, same) = found
+    assert held == same
+    assert peak < whole / 2
 
 
 def test_allocations_are_counted_once() -> None:

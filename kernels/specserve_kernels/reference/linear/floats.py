@@ -37,9 +37,12 @@ def pack_floats(
         raise ValueError(f"4-bit floats in groups of {group} inputs; accepted are 16 and 32")
     one = scale_OG.new_ones(1, 1) if unit_O1 is None else unit_O1
     given = values_OI, scale_OG, one.float().expand(len(values_OI), 1)
-    most = len(values_OI) if values_OI.is_meta else max(1, SLICE // values_OI.shape[1])
-    slices = [each.split(most) for each in given]
-    words, scales, units = zip(*(_pack(group, *each) for each in zip(*slices, strict=True)), strict=True)
+    slices = [each.split(max(1, SLICE // values_OI.shape[1])) for each in given]
+    packed, last = list[tuple[Tensor, ...]](), len(slices[0]) - 1
+    for number, each in enumerate(zip(*slices, strict=True)):
+        alike = values_OI.is_meta and 0 < number < last  # without data, one stands for all
+        packed.append(tuple(map(torch.clone, packed[0])) if alike else _pack(group, *each))
+    words, scales, units = zip(*packed, strict=True)
     return torch.cat(words), torch.cat(scales, 1).contiguous(), torch.cat(units)
 
 
@@ -73,7 +76,7 @@ def _to_words(values_OI: Tensor) -> Tensor:
     # steps, thirty-twos, halves, eights, threads, numbers of a pair to steps, threads, thirty-twos, numbers
     parts = padded_OP.view(len(padded_OP), -1, 4, 2, 2, 4, 2).permute(0, 1, 5, 2, 3, 4, 6).flatten(4)
     words = torch.zeros_like(parts[..., 0], dtype=torch.int32)
-    for number in range(8):
+    for number in range(1 if values_OI.is_meta else 8):  # without data, one takes as much memory
         code = parts[..., number].int()
         for bit, place in enumerate(PLACES[number // 2]):
             words |= (code >> bit & 1) << (place + number % 2 * 16) % 32
