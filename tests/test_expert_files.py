@@ -341,3 +341,11 @@ def test_experts_that_are_stored_in_other_ways_are_refused(
     path = quantize(wide, tmp_path, dialect, lambda each: module in each)
     with pytest.raises(ValueError, match=message):
         make_scheduler(path)
+
+
+def test_what_other_ranks_read_of_a_draft_is_not_told(tmp_path: Path) -> None:
+    names = [f"mtp.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(2)]
+    save_file({name: torch.ones(1) for name in (*names, "mtp.odd")}, tmp_path / "model.safetensors")
+    notes = list[str]()
+    TensorFiles(tmp_path).note_unread(names[:1], notes, "mtp.")
+    assert notes == ["draft tensors that are not read: mtp.odd"]

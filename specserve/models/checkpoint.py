@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +25,13 @@ from specserve.models.config import ModelConfig, read_json
 from specserve.models.random_tensors import RandomTensors
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import model_class
-from specserve.models.tensor_files import TensorFiles
+from specserve.models.tensor_files import EXPERT, TensorFiles
 
 log = logging.getLogger(__name__)
 
 READERS = 4  # threads: disk and device copy have more bandwidth than one thread uses
 DTYPES = FLOATS
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")  # its number
 _ROWS = 1024  # compared at a time
 
 
@@ -325,8 +323,8 @@ def _warn_of_unread(model: TargetModel, known: Collection[str], files: TensorFil
         if name not in known and not any(part in name for part in model.unread) and not name.endswith(ends)
     ]
     if model.config.ranks.experts > 1:  # other ranks read other experts
-        read = {_EXPERT.sub(".", name) for name in known}
-        unread = [name for name in unread if _EXPERT.sub(".", name) not in read]
+        read = {EXPERT.sub(".", name) for name in known}
+        unread = [name for name in unread if EXPERT.sub(".", name) not in read]
     if unread:
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: no parameter reads %s%s", files.path, ", ".join(unread[:5]), more)

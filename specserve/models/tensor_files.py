@@ -17,7 +17,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Container
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ _EXPERTS = re.compile(
     r"(.*\.experts)\.(gate_up|down)_proj"
     r"(?:[._](bias|blocks|scales|scale_inv|activation_scale|weight(?:_\w+)?|input_\w+))?"
 )
+EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")  # its number
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 SMALL = 1 << 24  # bytes of a file that is mapped once for all of its tensors
@@ -166,10 +167,14 @@ class TensorFiles:
         names = self.names()
         return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} in {self.where}"
 
-    def note_unread(self, known: Container[str], notes: list[str], prefix: str = "") -> None:
+    def note_unread(self, known: Collection[str], notes: list[str], prefix: str = "") -> None:
         """Note and log a draft's tensors that are not ``known``, because no parameter reads them: it may differ from
-        what it seems. Only names that begin with ``prefix`` are a part of the draft."""
-        if unread := [name for name in self.names() if name.startswith(prefix) and name not in known]:
+        what it seems. Only names that begin with ``prefix`` are a part of the draft. Other ranks read other experts."""
+        own, read = (
+            [name for name in self.names() if name.startswith(prefix)],
+            {EXPERT.sub(".", n) for n in known},
+        )
+        if unread := [name for name in own if EXPERT.sub(".", name) not in read]:
             notes.append(f"draft tensors that are not read: {', '.join(unread)}")
             log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
 
