@@ -152,7 +152,9 @@ def launch_all(config: EngineConfig) -> None:
     for tokens in sorted({min(scored + 1, longest) for scored in SCORED}):
         scored = max(tokens - 1, 1)
         _prefill(context, 0, tokens, ScoredTokens(_integers(scored), _integers(scored), 1))
-    _prefill(context, 0, 1, prompts=min(config.max_running_requests, longest))
+    prompts = min(config.max_running_requests, longest)
+    for tokens in sorted({1, longest // prompts}):
+        _prefill(context, 0, tokens, prompts=prompts)
     for launch, sizes in captured_launches(config, plan.shapes(), context):
         for size in sizes:
             launch(size)

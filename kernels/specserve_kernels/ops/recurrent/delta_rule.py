@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import cdiv, next_power_of_2
+from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2
 from specserve_kernels.ops.pdl import INTERPRETED, load_settled, overlap, wait_for_inputs
 from specserve_kernels.ops.recurrent.delta_steps import delta_steps, takes
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
@@ -39,6 +39,8 @@ _ROWS = tl.constexpr(64)  # whose ends of blocks are looked for at once
 _FOLDED = tl.constexpr(32)  # channels of keys; of 64 there would be other products
 _FOLD = {"X": 64, "num_warps": 4}
 _PROMPTS = {"C": 32, "S": 32, "X": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+_FEW = {"C": 32, "S": 32, "X": 64, "num_warps": 4, "num_stages": 3}  # of few prompts: programs for all
+_FEW_TOKENS = 2048  # captured launches have 16 runs, mostly empty
 _NODES = {"C": 32, "S": 32, "X": 128, "num_warps": 8}
 _WIDE = {"C": 16, "S": 16, "X": 64, "num_warps": 4}  # of entries that tensor cores do not multiply
 
@@ -50,7 +52,9 @@ def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor)
 
 
 def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
-    return _run(inputs, kept, runs, made_TVU, _PROMPTS, prompts=True)
+    tokens, heads, _ = made_TVU.shape
+    few = tokens <= _FEW_TOKENS or len(runs.rows_B) * heads <= limits_of(made_TVU.device).processors
+    return _run(inputs, kept, runs, made_TVU, _FEW if few else _PROMPTS, prompts=True)
 
 
 def _run(
@@ -420,7 +424,9 @@ def _substitute(
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rows_ptr", "length_ptr", "q_start"]
+)
 def _delta_kernel(
     query,  # [T, J, D]
     key,  # [T, J, D]
