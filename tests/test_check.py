@@ -18,7 +18,7 @@ from benchmarks.shapes import SHAPES
 from specserve.config import make_settings
 from specserve.config.engine import EngineConfig
 from specserve.config.paths import resolve_paths
-from specserve.engine.memory import DeviceMemory
+from specserve.engine.memory import DeviceMemory, count_bytes
 from specserve.layers.experts import Experts
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.checkpoint import load_target
@@ -29,7 +29,7 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.drafters.deferred import DEFERRED, Deferred
 from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
-from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
+from specserve.tools.check.memory import expected_memory, memory_needed
 from specserve.tools.check.report import Acceptance, CheckReport, MemoryUse, Perplexity
 from tests.engines import Checkpoints, head_of, held_as_on_a_gpu, make_scheduler
 from tests.front.fake_engine import VOCAB

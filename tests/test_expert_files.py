@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specserve.config import make_settings
 from specserve.core import SamplingParams
+from specserve.engine.memory import count_bytes
 from specserve.layers.batch import TokenBatch
 from specserve.layers.decoder import reader_of
 from specserve.layers.experts import ExpertsMLP, Router
@@ -26,7 +27,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.read_config import load_model_config
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import resolve_engine
-from specserve.tools.check.memory import Allocations, count_bytes, expected_memory, memory_needed
+from specserve.tools.check.memory import Allocations, expected_memory, memory_needed
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler, not_rounded
 from tests.reference.gemma4 import draw_weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from specserve import SamplingParams
 from specserve.config import make_settings
 from specserve.engine.commands import decode
 from specserve.engine.executor import Executor
+from specserve.engine.memory import DeviceMemory, count_bytes
 from specserve.kv import states
 from specserve.kv.spec import DeltaState
-from specserve.process.assemble import resolve_engine
+from specserve.process.assemble import create_shapes, resolve_engine, shape_plan
 from specserve.scheduler import memory, points, prompt_chunk, scheduler
 from specserve.scheduler.points import Snapshots
 from tests.engines import Answer, Client, answer_all, context_of, make_scheduler
@@ -254,6 +256,21 @@ def test_other_ranks_keep_the_same(target: Path) -> None:
         assert kept.key_REJD.any()
 
 
+def test_by_default_states_take_half_of_what_weights_leave(tmp_path: Path) -> None:
+    path = make_qwen3_5(tmp_path, state_size=16)
+    given = make_settings(model_path=str(path), skip_tokenizer_init=True, mem_fraction_static=0.5)
+    alone = resolve_engine(replace(given, max_running_requests=1), has_gpu=True)[2]
+    context = create_shapes(alone, shape_plan(alone))
+    assert context.states is not None
+    weights, state = count_bytes([context.target], set()), context.states.nbytes // 2
+
+    def requests(states: int) -> int:
+        memory = DeviceMemory(*[2 * (weights + 2 * states * state)] * 2)
+        return resolve_engine(given, has_gpu=True, there=memory)[2].max_running_requests
+
+    assert [requests(states) for states in (0, 4, 9, 31, 300)] == [1, 3, 8, 24, 256]
+
+
 def test_settings(target: Path) -> None:
     def notes(**given: Any) -> str:
         settings = make_settings(model_path=str(target), skip_tokenizer_init=True, **given)
@@ -261,7 +278,8 @@ def test_settings(target: Path) -> None:
 
     words = "--max-mamba-cache-size: expected more than the 16 states of --max-running-requests, found 16"
     with pytest.raises(ValueError, match=words):
-        notes(max_mamba_cache_size=16)
+        notes(max_mamba_cache_size=16, max_running_requests=16)
+    assert "max_running_requests = 8: half of max_mamba_cache_size" in notes(max_mamba_cache_size=16)
     with pytest.raises(
         ValueError, match="--page-size: must be a divisor of linear_conv_kernel_dim, 5, or at least"
     ):

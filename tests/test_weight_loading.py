@@ -18,6 +18,7 @@ from specserve_kernels.reference.linear import floats
 from torch import Tensor
 
 from specserve.config import Settings, make_settings
+from specserve.engine.memory import count_bytes
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.models import checkpoint
@@ -25,7 +26,7 @@ from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
-from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
+from specserve.tools.check.memory import Allocations, expected_memory
 from tests.engines import held_as_on_a_gpu
 from tests.fixtures import InTurn, Quantized
 from tests.reference import llama

@@ -235,7 +235,11 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
             f"--context-length: the model's {limit} is {longest}, found {settings.context_length}"
         )
     if settings.max_running_requests is None:
-        settings = settings.choose("max_running_requests", 16 if on_cpu else 256, where, notes)
+        most, why = 16 if on_cpu else 256, where
+        states = settings.max_mamba_cache_size if model.states and not settings.disable_radix_cache else None
+        if states is not None and states // 2 < most:
+            most, why = states // 2, "half of max_mamba_cache_size"
+        settings = settings.choose("max_running_requests", most, why, notes)
     if settings.watchdog_timeout is None:
         settings = settings.choose("watchdog_timeout", 3000.0 if on_cpu else 300.0, where, notes)
     chunk = settings.chunked_prefill_size

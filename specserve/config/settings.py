@@ -245,7 +245,11 @@ class Settings:
         0.5, "Memory of the states of cached prefixes, in relation to that of the KV pool.", low=0.01
     )
     max_running_requests: int | None = engine(
-        None, "Maximum number of requests in a batch. Default: 16 on cpu, 256 on cuda.", low=1, high=MAX_SLOTS
+        None,
+        "Maximum number of requests in a batch. Default: 16 on cpu, 256 on cuda; where layers keep states, at most "
+        "half of max_mamba_cache_size, or what half of a GPU's memory next to the weights holds.",
+        low=1,
+        high=MAX_SLOTS,
     )
     max_total_tokens: int | None = engine(
         None,

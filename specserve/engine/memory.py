@@ -11,13 +11,17 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import torch
+from torch import Tensor, nn
 
 from specserve.kv.pool import PoolConfig
+from specserve.models.draft.load import Borrowed
+from specserve.speculation.context import Drafter
+from specserve.speculation.drafters.deferred import Deferred
 
 log = logging.getLogger(__name__)
 
@@ -157,3 +161,33 @@ def _check_given(wanted: float, tokens: int, states: int) -> None:
         raise ValueError(f"{words}, more than the cpu has; expected fewer tokens")
     if wanted > (free := max(0, memory.free - states)):
         log.warning("%s, and %.1f are free: the engine may be killed", words, free / 2**30)
+
+
+def parts_of(drafter: Drafter | Deferred) -> Iterator[object]:
+    """Yield the attributes of a drafter, and those of drafters and kept states among them."""
+    for part in vars(drafter).values():
+        yield part
+        if isinstance(part, Drafter | Deferred):
+            yield from parts_of(part)
+
+
+def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
+    """Return the bytes of tensors, also of modules, not in ``seen``: the draft may share the target's embedding or
+    head."""
+    found = ([part] if isinstance(part, Tensor) else tensors_of(part) for part in parts)
+    tensors = {id(tensor): tensor for each in found for tensor in each}
+    total = sum(t.numel() * t.element_size() for key, t in tensors.items() if key not in seen)
+    seen.update(tensors)
+    return total
+
+
+def tensors_of(module: object) -> Iterator[Tensor]:
+    """Yield a module's weights, including packed ones, tables, and what it borrows. Other objects have none."""
+    for child in module.modules() if isinstance(module, nn.Module) else ():
+        yield from child.parameters(recurse=False)
+        yield from child.buffers(recurse=False)
+        for value in vars(child).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, Borrowed):
+                yield from tensors_of(value.module)

@@ -28,7 +28,14 @@ from specserve.core import MAX_COUNT, Capacity, prediction_limit
 from specserve.engine.commands import Measure
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
-from specserve.engine.memory import device_memory, pool_pages, return_memory
+from specserve.engine.memory import (
+    DeviceMemory,
+    count_bytes,
+    device_memory,
+    parts_of,
+    pool_pages,
+    return_memory,
+)
 from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.prompts import sizes_within
 from specserve.engine.runner import Runner
@@ -52,6 +59,7 @@ from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
+from specserve.models.config import ModelConfig
 from specserve.models.kv_scales import has_kv_scales, read_kv_scales
 from specserve.process import gpu_peers, phase
 from specserve.process.fingerprint import fingerprint
@@ -83,13 +91,16 @@ log = logging.getLogger(__name__)
 
 
 def resolve_engine(
-    given: Settings, with_front: bool = False, has_gpu: bool | None = None
+    given: Settings,
+    with_front: bool = False,
+    has_gpu: bool | None = None,
+    there: DeviceMemory | None = None,
 ) -> tuple[Settings, Notes, EngineConfig]:
     """Make every automatic choice and log the reasons. Return the settings, the reasons, and the engine's
     configuration.
 
-    ``with_front``: another process needs a core. ``has_gpu`` None: ask this machine. Raises ValueError naming the
-    setting that can't be honoured.
+    ``with_front``: another process needs a core. ``has_gpu`` and ``there``, a GPU's memory, None: ask this machine.
+    Raises ValueError naming the setting that can't be honoured.
     """
     given, notes = resolve_paths(given)
     assert given.model_path is not None
@@ -100,10 +111,15 @@ def resolve_engine(
     except ValueError as error:
         raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
+    if (fit := _fitting_requests(given, settings, model, there)) < (settings.max_running_requests or 0):
+        settings, more = resolve(replace(given, max_running_requests=fit), model, has_gpu)
+        more[f"max_running_requests = {fit}: their states take half of the memory next to the weights"] = (
+            CHOSEN
+        )
     notes |= more | dict.fromkeys(model.notes, CHOSEN)
     defaults = resolve_sampling(settings, notes)
-    if settings.quantization != "none":
-        model = model.with_weights(RoundedWeights(settings.quantization))
+    config = _config(settings, model, with_front)
+    model = config.model
     if words := model.weights.words:
         plain = settings.device == "cpu" or settings.dtype == "float64"
         if plain:
@@ -115,10 +131,35 @@ def resolve_engine(
             how = f"inputs of FP8 projections are rounded to FP8, {others}"
         notes[f"weights: {words}; {how}"] = CHOSEN
     log_notes(log, notes)
+    return settings, notes, replace(config, request_defaults=defaults)
+
+
+def _config(settings: Settings, model: ModelConfig, with_front: bool = False) -> EngineConfig:
+    if settings.quantization != "none":
+        model = model.with_weights(RoundedWeights(settings.quantization))
     # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).
     cores = max(1, (usable_cores() - with_front) // settings.tensor_parallel_size)
-    config = EngineConfig.of(settings, model, cores)
-    return settings, notes, replace(config, request_defaults=defaults)
+    return EngineConfig.of(settings, model, cores)
+
+
+def _fitting_requests(
+    given: Settings, settings: Settings, model: ModelConfig, there: DeviceMemory | None
+) -> int:
+    """Return how many requests run by default: on a GPU no more than have states in half of the memory that weights
+    leave, if the settings say nothing of their number."""
+    named = given.max_running_requests is not None or given.max_mamba_cache_size is not None
+    if named or not model.states or settings.device != "cuda" or not (there or torch.cuda.is_available()):
+        return MAX_COUNT
+    config = replace(_config(settings, model), max_running_requests=1, max_mamba_cache_size=None)
+    try:
+        context = create_shapes(config, shape_plan(config))
+    except ValueError:  # told by what loads it
+        return MAX_COUNT
+    assert context.states is not None
+    weights = count_bytes([context.target, *parts_of(context.drafter)], set())
+    free = (there or device_memory(config.device)).within(config.mem_fraction_static) - weights
+    fit = max(1, int(free / 2 * context.states.rows / context.states.nbytes) - 1)  # one is padding's
+    return fit if fit < 8 else fit // 8 * 8
 
 
 def create_scheduler(

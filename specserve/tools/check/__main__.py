@@ -91,7 +91,10 @@ def _check(given: Settings, options: argparse.Namespace, report: CheckReport) ->
         given = replace(given, device="cuda")
     with _collected_logs(report.choices):
         settings, _, config = resolve_engine(
-            _with_shape(replace(given, speculative_synthetic_acceptance=None)), True, True if there else None
+            _with_shape(replace(given, speculative_synthetic_acceptance=None)),
+            True,
+            True if there else None,
+            there,
         )
         tokenizer = None
         if not settings.skip_tokenizer_init:

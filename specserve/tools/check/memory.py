@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from specserve.attention import attention_for
 from specserve.config.engine import EngineConfig
-from specserve.engine.memory import DeviceMemory, device_memory, host_tokens
+from specserve.engine.memory import (
+    DeviceMemory,
+    count_bytes,
+    device_memory,
+    host_tokens,
+    parts_of,
+    tensors_of,
+)
 from specserve.kv.pool import PoolConfig
 from specserve.layers.experts import Experts
 from specserve.layers.formats.stored import StoredProjection
@@ -24,12 +31,10 @@ from specserve.layers.linear import PLAIN
 from specserve.layers.ranks import Share
 from specserve.layers.weights import Projection
 from specserve.models.checkpoint import DTYPES, READERS, load_target
-from specserve.models.draft.load import Borrowed
 from specserve.process.assemble import create_shapes, fitting, shape_plan
 from specserve.process.compile import captured_launches, shape_peers, without_kernels
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.context import Context, Drafter
-from specserve.speculation.drafters.deferred import Deferred
+from specserve.speculation.context import Context
 from specserve.tools.check.report import MemoryUse
 
 _KV_HEADS, _LATENT = "KV heads", "latent in the KV cache"  # which several ranks may have
@@ -58,7 +63,7 @@ def _memory_of(context: Context, pages: int, context_length: int, ranks: int) ->
         loaded=True,
         weights=count_bytes([context.target], seen),
         whole=count_bytes([context.target], shared) if ranks > 1 else 0,
-        draft=count_bytes(_parts(context.drafter), seen),
+        draft=count_bytes(parts_of(context.drafter), seen),
         kv_per_token=config.whole_page_bytes // config.page_size,
         pool_tokens=use.tokens_without_groups,
         pool=pages * config.page_bytes,
@@ -111,7 +116,7 @@ def _states(context: Context) -> int:
 def _temporary(config: EngineConfig, layers: Iterable[nn.Module]) -> int:
     """Return how much more than the target's weights loading takes at most: each reader prepares one projection.
     ``layers``: the target's, of which those like an earlier one take no more."""
-    kinds = [[(each.shape, each.dtype) for each in _tensors(layer)] for layer in layers]
+    kinds = [[(each.shape, each.dtype) for each in tensors_of(layer)] for layer in layers]
     first = max(map(kinds.index, kinds)) + 1 if config.device != "cpu" else len(kinds)
     model = replace(config.model, layers=config.model.layers[:first])
     with (made := Allocations()):
@@ -201,24 +206,6 @@ def _counted(config: EngineConfig) -> bool:
     return config.largest_graph is not None and find_spec("triton") is not None
 
 
-def _parts(drafter: Drafter | Deferred) -> Iterator[object]:
-    """Yield the attributes of a drafter, and those of drafters and kept states among them."""
-    for part in vars(drafter).values():
-        yield part
-        if isinstance(part, Drafter | Deferred):
-            yield from _parts(part)
-
-
-def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
-    """Return the bytes of tensors, also of modules, not in ``seen``: the draft may share the target's embedding or
-    head."""
-    found = ([part] if isinstance(part, Tensor) else _tensors(part) for part in parts)
-    tensors = {id(tensor): tensor for each in found for tensor in each}
-    total = sum(t.numel() * t.element_size() for key, t in tensors.items() if key not in seen)
-    seen.update(tensors)
-    return total
-
-
 def _shared(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that are a rank's part of a weight."""
     for child in module.modules():
@@ -228,19 +215,7 @@ def _shared(module: nn.Module) -> Iterator[Tensor]:
         sizes = (getattr(child, "inputs", 0), *child.parts.values()) if isinstance(child, Projection) else ()
         some = isinstance(child, Experts) and len(child.numbers) < child.total
         if some or any(isinstance(size, Share) for size in sizes):
-            yield from _tensors(child)
-
-
-def _tensors(module: object) -> Iterator[Tensor]:
-    """Yield a module's weights, including packed ones, tables, and what it borrows. Other objects have none."""
-    for child in module.modules() if isinstance(module, nn.Module) else ():
-        yield from child.parameters(recurse=False)
-        yield from child.buffers(recurse=False)
-        for value in vars(child).values():
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, Borrowed):
-                yield from _tensors(value.module)
+            yield from tensors_of(child)
 
 
 def shares(config: EngineConfig) -> Iterator[str]:
