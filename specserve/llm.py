@@ -16,6 +16,7 @@ from collections.abc import (
     ValuesView,
 )
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -197,7 +198,8 @@ class _Model:
     def _formats(self, tokenizer: Tokenizer) -> Formats:
         """Return how answers are parsed."""
         calls, _ = choose_format(self.settings.tool_call_parser, tokenizer.template_text)
-        return Formats.of(tokenizer, calls, self.settings.reasoning_parser, self._ends)
+        formats = Formats.of(tokenizer, calls, self.settings.reasoning_parser)
+        return replace(formats, ends=self._ends, vocab_size=self._vocab_size)
 
     def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
         """Return ``params`` with a prediction of text replaced by its token ids."""

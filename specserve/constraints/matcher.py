@@ -10,6 +10,7 @@ Shapes: T packed nodes, W words of 32 tokens each.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from specserve.constraints import thinking as thoughts
 from specserve.constraints.grammar import is_of_schemas, with_deep_stack
 from specserve.constraints.thinking import ThoughtState
 from specserve.core import SamplingParams
+from specserve.models.config import read_json
 
 KEPT = 64  # most compiled grammars in the cache (LRU)
 KEPT_CHARACTERS = 1 << 20  # most characters of their sources together, which bounds the cache's memory
@@ -48,7 +50,8 @@ class GrammarError(ValueError):
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer. ``end_ids``: tokens that end an answer where the grammar allows it."""
+    """Compiles grammars for a tokenizer, without added tokens beyond the model's ``vocab_size``. ``end_ids``: tokens
+    that end an answer where the grammar allows it."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, end_ids: Sequence[int], threads: int = 1) -> None:
         """Raise ImportError without llguidance, ValueError without a ``tokenizer.json`` that it reads."""
@@ -56,7 +59,11 @@ class Grammars:
 
         if not tokenizer.is_file():
             raise ValueError(f"needs {tokenizer.name} next to the model, which has none")
-        self._tokenizer = llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(end_ids))
+        fields = read_json(tokenizer)
+        fields["added_tokens"] = [each for each in fields.get("added_tokens", ()) if each["id"] < vocab_size]
+        self._tokenizer = llguidance.LLTokenizer(
+            json.dumps(fields), n_vocab=vocab_size, eos_token=list(end_ids)
+        )
         self._limits = llguidance.LLParserLimits(step_max_items=MOST_ITEMS, verbose_errors=False)
         self._limits_of_schemas = llguidance.LLParserLimits(**OF_SCHEMAS, verbose_errors=False)
         self._matcher = llguidance.LLMatcher

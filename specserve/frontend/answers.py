@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -79,7 +80,8 @@ class Form(NamedTuple):
 class Formats:
     """The formats of a model's answers. ``calls``: the format of its tool calls, None: unknown. ``close``: the tokens
     that end its reasoning, None: reasoning is not separated. ``ends``: the tokens that end an answer. ``no_grammars``:
-    why requests can't use grammars, None if they can or the engine says so. ``around``: the marks of reasoning."""
+    why requests can't use grammars, None if they can or the engine says so. ``around``: the marks of reasoning.
+    ``vocab_size``: the model's, which can't generate added tokens beyond it."""
 
     tokenizer: Tokenizer
     calls: Format | None
@@ -87,11 +89,10 @@ class Formats:
     ends: Collection[int] = ()
     no_grammars: str | None = None
     around: ThoughtMarks = THINK
+    vocab_size: float = inf
 
     @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, calls: Format | None, reasoning_parser: str, ends: Collection[int] = ()
-    ) -> Formats:
+    def of(cls, tokenizer: Tokenizer, calls: Format | None, reasoning_parser: str) -> Formats:
         """Make a tokenizer's formats. ``reasoning_parser``: the setting. Reasoning ends with a line break. Not safe
         while another thread tokenizes."""
         if reasoning_parser == AUTO:
@@ -100,7 +101,7 @@ class Formats:
         reasoning = marks_of(reasoning_parser)
         around = reasoning or THINK
         close = None if reasoning is None else tokenizer.encode_answer(f"\n{around.close}")
-        return cls(tokenizer, calls, close, ends, around=around)
+        return cls(tokenizer, calls, close, around=around)
 
     @property
     def unseparated(self) -> Formats:
@@ -178,7 +179,8 @@ class Formats:
 
     @property
     def _marks(self) -> Marks:
-        return Marks(self.tokenizer.added, self.ends)
+        added = self.tokenizer.added.items()
+        return Marks({text: token for text, token in added if token < self.vocab_size}, self.ends)
 
 
 def constrained(params: SamplingParams, form: Form, no_grammars: str | None) -> SamplingParams:

@@ -86,7 +86,9 @@ class Served:
             Capacity(
                 info.context_length, info.max_total_tokens, info.vocab_size, settings.requests_all_greedy
             ),
-            None if formats is None else replace(formats, ends=info.eos_token_ids, no_grammars=without),
+            None
+            if formats is None
+            else replace(formats, ends=info.eos_token_ids, no_grammars=without, vocab_size=info.vocab_size),
             without,
             unknown if formats is not None and formats.close is None else without,
         )

@@ -425,6 +425,13 @@ def test_what_a_grammar_holds_to(serve: Serve, fields: dict[str, Any], choice: A
     assert grammar_of(serve, {"reasoning_parser": "qwen3"}, **fields) == after_thought(held, marks, False)
 
 
+def test_tokens_beyond_the_vocabulary_are_no_marks(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.front.fake_engine.VOCAB", 257)
+    calls = Calls([Tool.model_validate(tool) for tool in TOOLS], "required", None)
+    held = calls.grammar(FORMATS["hermes"], Marks({"<eos>": 256}, [256]))
+    assert grammar_of(serve, tool_choice="required") == held
+
+
 @pytest.mark.parametrize(
     ("fields", "given", "param", "words"),
     [

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,20 @@ def test_several_answers_of_a_grammar_are_looked_at_at_once() -> None:
             if token := int(rng.choice(_bits(found))):
                 each.consume([token])
                 output.append(token)
+
+
+def test_added_tokens_that_the_model_has_not(tmp_path: Path) -> None:
+    """Are none of the grammar's, which forces their text in others."""
+    fields = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    plain = {**fields["added_tokens"][0], "special": False}
+    for token, text in enumerate(("<call>", "<more>"), 4096):
+        fields["added_tokens"].append({**plain, "id": token, "content": text})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    for size in (4096, 4097):
+        grammars = Grammars(tmp_path / "tokenizer.json", size, [1])
+        known, unknown = (grammars.start(f'start: "{text}"', []).forced(9) for text in ("<call>", "<more>"))
+        assert (known[0] == 4096) == (size > 4096)
+        assert max(unknown) < 4096
 
 
 def test_forced_text_is_cut_and_followed() -> None:
