@@ -166,6 +166,19 @@ def test_another_number_of_layers(family: str, number: int | None, message: str,
         scheduler_of("NEXTN", target, target, SHAPES[0])
 
 
+@pytest.mark.parametrize("family", ["Glm4Moe", "Qwen3_5"])
+def test_another_number_in_the_config(family: str, tmp_path: Path) -> None:
+    target = make_glm(tmp_path / "target", family=family, **HYBRID if "Qwen" in family else {})
+    field = "mtp_num_hidden_layers" if "Qwen" in family else "num_nextn_predict_layers"
+    for found in (2, "x"):
+        change_config(target, **{field: found})
+        for load in ("auto", "dummy"):
+            with pytest.raises(
+                ValueError, match=rf"/config\.json: {field} must be 0 or 1, .* found {found!r}"
+            ):
+                scheduler_of("NEXTN", target, target, SHAPES[0], load_format=load)
+
+
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_layer_in_a_file_of_its_own(indexed: bool, tmp_path: Path) -> None:
     """Tools that quantize copy it without naming it in the index."""

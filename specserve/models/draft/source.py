@@ -16,7 +16,7 @@ from typing import Any
 
 from specserve.layers.rotary import rope_fields
 from specserve.methods import OWN_HEADS, DraftSettings, own_heads
-from specserve.models.config import OBJECT, check, check_rope_fields, read_json
+from specserve.models.config import OBJECT, Values, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG, parse_overrides
 from specserve.models.draft.load import DraftSource
 from specserve.models.draft.random_head import random_head
@@ -60,6 +60,10 @@ _NEXTN = {
     "mlp.shared_expert.": "mlp.shared_experts.",
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's, in the second kind
+_OWN = Values(
+    "0 or 1, as the file has one layer for multi-token prediction",
+    lambda value: type(value) is int and value in (0, 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,9 @@ def open_source(draft: DraftSettings) -> HeadSource:
         raise ValueError(
             f"{path} holds {min(heads)[:-1]} to {max(heads)[:-1]}: a target with one of them is expected"
         )
+    if heads:
+        field, own = own_heads(flat)
+        check({field: own}, path / "config.json", _OWN, field, optional=True)
     source = HeadSource(files, _overridden(flat, overrides), overrides, prefix="".join(heads.values()))
     _refuse_foreign(source)
     return source
