@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from socket import socket
+from socket import socket, socketpair
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -25,12 +25,12 @@ from specserve.layers.embedding import SharedHead
 from specserve.methods import NONE
 from specserve.models.checkpoint import load_target
 from specserve.models.draft.token_map import SharedRows
-from specserve.process import spares, worker
+from specserve.process import followers, link, spares, worker
 from specserve.process.assemble import create_scheduler, resolve_engine
-from specserve.process.follower import is_stopped
-from specserve.process.followers import Followers, take
+from specserve.process.follower import follow
+from specserve.process.followers import Followers, Job, put, take
 from specserve.process.peers import TICK, RankGone, in_time
-from specserve.process.spares import Spares, start_process
+from specserve.process.spares import Spares, is_stopped, start_process
 from specserve.speculation.drafters.eagle import EagleDrafter
 from tests.engines import Answer, Checkpoints, Client, answer_all, context_of, head_of, make_scheduler
 from tests.front.processes import wait
@@ -226,6 +226,14 @@ def test_a_rank_that_cannot_load_ends_the_start(agreeing: Checkpoints) -> None:
         create_scheduler(replace(config_of(agreeing), device="cuda"))
 
 
+def test_an_error_that_rank_0_has_had_is_not_told(agreeing: Checkpoints) -> None:
+    control, ours = socketpair()
+    put(ours, pickle.dumps(Job(1, config_of(agreeing), {})))
+    ours.close()
+    with run_failing("create_context", ValueError("--max-total-tokens: too many")):
+        assert follow(control, {}) == 1
+
+
 def config_of(models: Checkpoints) -> EngineConfig:
     given = {"model_path": str(models.target), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
     return resolve_engine(make_settings(**given, device="cpu"))[2]
@@ -284,9 +292,13 @@ def test_a_process_that_ends_or_hangs_ends_the_engine(
     words: str,
     agreeing: Checkpoints,
     expected: list[Answer],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that ends is noticed while there is nothing to do, one that hangs after a second. None is left."""
+    """One that ends is noticed while there is nothing to do, one that hangs after a second. None is left. Modules come
+    from where this process has them."""
+    (tmp_path / "queue.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
     processes = Processes()
     monkeypatch.setattr(spares, "start_process", processes)
     monkeypatch.setattr(worker, "REST", 0.1)
@@ -324,6 +336,7 @@ def test_what_is_stopped_as_a_group_is_not_late() -> None:
 
 
 def test_processes_that_nobody_takes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert followers.GRACE < link.GRACE  # or one that hangs is left by a server that stops
     processes = Processes()
     monkeypatch.setattr(spares, "start_process", processes)
     with Spares(2):

@@ -327,8 +327,8 @@ class Settings:
     )
     dist_timeout: float = engine(
         4.0,
-        "Seconds for which a rank that serves waits for another before the engine ends. Time in which rank 0 or the "
-        "whole group is stopped does not count, nor does loading.",
+        "Seconds for which a rank that serves waits for another, and the server for rank 0 if that is stopped, before "
+        "the engine ends. Time in which the whole group is stopped does not count, nor does loading.",
         aliases=("distributed_timeout_seconds",),
         low=1,
         high=1e9,

@@ -94,6 +94,7 @@ class EngineClient:
         self.stats: Stats | None = None
         self.failure = Broken("")  # of the latest engine that broke
         self.silence = 0.0  # seconds without a message of the engine since it had something to say
+        self._stopped = 0.0  # the last of these seconds, in which its process was stopped
         self.restarts = 0
         self.is_last = False  # the engine is not replaced when it ends
         self.settled = asyncio.Event()  # the state is not "loading"
@@ -117,7 +118,7 @@ class EngineClient:
             return
         self.restarts += self.state == "broken"
         self.state, self.phase, self._send = "loading", FIRST_PHASE, send
-        self.silence = 0.0
+        self.silence = self._stopped = 0.0
         self.settled.clear()
         self.gone.clear()
 
@@ -182,13 +183,17 @@ class EngineClient:
             case Broken():
                 self.fail(message)
 
-    def count_silence(self, seconds: float) -> None:
+    def count_silence(self, seconds: float, stopped: bool = False) -> None:
         """Count time without a message, and fail an engine that owed one for too long. If its requests have left
-        meanwhile, it still owes one."""
-        if self.state == "ready" and (self.open or self._flushes or self.silence):
+        meanwhile, it still owes one. ``stopped``: its process is, for which other ranks do not wait for long."""
+        ready = self.ready
+        if ready is not None and self.state == "ready" and (self.open or self._flushes or self.silence):
             self.silence += seconds
+            self._stopped = self._stopped + seconds if stopped else 0.0
             if self.silence >= self._patience:
                 self.fail(Broken(f"it said nothing for {self.silence:g} seconds (--watchdog-timeout)"))
+            elif len(ready.info.ranks) > 1 and self._stopped >= ready.settings["dist_timeout"]:
+                self.fail(Broken(f"rank 0 was stopped for {self._stopped:g} seconds (--dist-timeout)"))
 
     @property
     def stalled(self) -> bool:

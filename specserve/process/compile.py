@@ -284,7 +284,7 @@ def list_file(job: CompileJob) -> Path:
 def _start(job: CompileJob) -> subprocess.Popen[bytes]:
     """Start ``main`` for a job in a process that finds its modules where this one does. Raises OSError."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "specserve.process.compile"],
+        [sys.executable, "-P", "-m", "specserve.process.compile"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 
@@ -22,6 +22,7 @@ from specserve.process.assemble import capture_graphs, create_context, set_up_gp
 from specserve.process.followers import Job, Word, put, take
 from specserve.process.gpu_peers import GpuPeers
 from specserve.process.peers import RankGone, SocketPeers
+from specserve.process.spares import is_stopped
 
 _LOOK = 1.0  # seconds between looks at the parent, whose sockets a process that it forked may hold open
 
@@ -64,19 +65,12 @@ def follow(
             word = Word(str(error), user_error=True)
         else:
             word = Word(f"{type(error).__name__}: {error}", trace=traceback.format_exc())
-        put(control, pickle.dumps(word))
+        with suppress(OSError):  # rank 0 has ended, perhaps for the same reason
+            put(control, pickle.dumps(word))
         return 1
     finally:
         control.close()
         peers.close()
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger; False where that can't be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "Tt"
-    except OSError:
-        return False
 
 
 def main(control: str, *peers: str) -> int:

@@ -31,7 +31,7 @@ from specserve.process.spares import Spares
 log = logging.getLogger(__name__)
 
 LAST_WORDS = 1.0  # seconds to hear why a rank has ended
-GRACE = 5.0  # seconds to end by itself
+GRACE = 3.0  # seconds to end by itself, fewer than rank 0 has
 _LOOK = 0.1  # seconds between looks at processes for which kernels may wait
 _LENGTH = struct.Struct("<Q")
 

@@ -18,6 +18,7 @@ import zmq.asyncio
 from specserve.config import Settings
 from specserve.messages import Broken, ToEngine, decode_to_front, encode
 from specserve.process.client import EngineClient
+from specserve.process.spares import is_stopped
 from specserve.process.worker import Addresses, Build, engine_main
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
     from_engine.bind(engine.addresses.to_front)
     outbox = Outbox(to_engine)
     client.connect(outbox.put)
-    work = _receive(from_engine, client), _watch(engine, client), _listen(client)
+    work = _receive(from_engine, client), _watch(engine, client), _listen(engine, client)
     tasks = [asyncio.create_task(each) for each in work]
     try:
         yield
@@ -113,11 +114,11 @@ async def _receive(socket: Any, client: EngineClient) -> None:
         client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))
 
 
-async def _listen(client: EngineClient) -> None:
+async def _listen(engine: EngineProcess, client: EngineClient) -> None:
     """Count the engine's silence. Not by the clock: this process may be stopped for a while, too."""
     while True:
         await asyncio.sleep(TICK)
-        client.count_silence(TICK)
+        client.count_silence(TICK, is_stopped(engine.process.pid or 0))
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 PIECE = 1 << 16  # bytes: two of them fit a socket's buffer, so that sending never waits for a peer that sends
@@ -67,7 +68,7 @@ def start_process(control: socket.socket, peers: Mapping[int, socket.socket]) ->
     given = [str(numbers[0]), *(f"{rank}:{each.fileno()}" for rank, each in peers.items())]
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "specserve.process.follower", *given],
+            [sys.executable, "-P", "-m", "specserve.process.follower", *given],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=numbers,
@@ -76,3 +77,11 @@ def start_process(control: socket.socket, peers: Mapping[int, socket.socket]) ->
     finally:
         for each in (control, *peers.values()):
             each.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger; False where that can't be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "Tt"
+    except OSError:
+        return False

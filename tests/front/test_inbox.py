@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.output import OutputProcessor
@@ -88,6 +89,19 @@ def test_an_answer_is_the_same_in_one_message_or_in_many() -> None:
     for message in messages:
         many.push(message)
     assert one.answer == many.answer
+
+
+@pytest.mark.parametrize(("ranks", "state"), [(1, "ready"), (2, "broken")])
+def test_other_ranks_do_not_wait_for_a_process_that_is_stopped(ranks: int, state: str) -> None:
+    client, info = EngineClient(lambda _: None), msgspec.structs.replace(READY.info, ranks=[{}] * ranks)
+    client.receive(Ready(info, {"watchdog_timeout": 300, "dist_timeout": 4}, []))
+    client.count_silence(9, True)
+    client.submit([Submit("a", [1], SamplingParams())])
+    for stopped in (True, False, True):
+        client.count_silence(3, stopped)
+        assert client.state == "ready"
+    client.count_silence(1, True)
+    assert client.state == state
 
 
 def test_an_engine_owes_an_answer_also_to_who_has_left() -> None:
