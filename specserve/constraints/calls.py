@@ -38,7 +38,8 @@ def after_thought(grammar: str, marks: Marks, opened: bool, around: ThoughtMarks
     if around.next:
         thought = f"{marks.item(around.open)} thought {marks.item(around.next)}"
         start = f"({thought})* {marks.item(around.answer)} @{name}"
-    rules = "\n".join((f"start: {start}", marks.until("thought", around.close), _TEXT, _GAP))
+    until = marks.until("thought", around.close, as_text=not around.next)
+    rules = "\n".join((f"start: {start}", until, _TEXT, _GAP))
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**first, "name": name}, *others]})
 
 

@@ -108,12 +108,14 @@ class Marks:
         before = "" if (first := self._pieces(mark)[0]) in self.added else first
         return before, self.item(mark[len(before) :]) if len(before) < len(mark) else ""
 
-    def until(self, name: str, mark: str, outer: str = "") -> str:
+    def until(self, name: str, mark: str, outer: str = "", as_text: bool = True) -> str:
         """Return rules ``name`` that match anything up to and including the first ``mark``. ``outer``: a mark that may
-        be before it."""
-        by_token = "".join(f" | {item}" for item in self._after_text(mark))
-        written = f"{name}_text[lazy]: TEXT {quoted(mark)}"
-        return f"{name}: {self._others(mark, outer)} ({name}_text{by_token})\n{written}"
+        be before it. Unless ``as_text``, a mark with tokens in it is one only as these."""
+        ends = self._after_text(mark)
+        rules = []
+        if as_text or not ends:
+            ends, rules = [f"{name}_text", *ends], [f"{name}_text[lazy]: TEXT {quoted(mark)}"]
+        return "\n".join([f"{name}: {self._others(mark, outer)} ({' | '.join(ends)})", *rules])
 
     def without(self, name: str, mark: str, outer: str = "") -> str:
         """Return a rule ``name`` that matches any text; ``mark`` is allowed only as text, not as tokens."""

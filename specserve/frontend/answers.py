@@ -44,6 +44,12 @@ class AnswerParser(Parser):
     def tells_reasoning(self) -> bool:
         return self._thought is not None
 
+    def mark(self, mark: str, at: int) -> None:
+        """Note a mark's token ``at`` a place of the answer. Parsers other than gpt-oss's find marks in the text."""
+        parser = self._thought or self._calls
+        if isinstance(parser, HarmonyParser):
+            parser.mark(mark, at)
+
     @property
     def thinking(self) -> bool:
         """Return whether the text that follows is certainly reasoning."""

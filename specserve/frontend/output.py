@@ -67,6 +67,7 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._by_token = by_token and detokenizer is not None
         self._parser = parser
+        self._length = 0  # characters decoded
         self._stop: StopFinder | None = None
         if detokenizer and params.stop:
             self._stop = StopFinder(params.stop, params.include_stop_str_in_output)
@@ -104,11 +105,21 @@ class OutputProcessor:
         visible = message.token_ids[:-1] if hidden else message.token_ids
         if self._stop is not None:
             return self._read_to_stop(detokenizer, self._stop, visible, message)
-        pushes = [[token] for token in visible] if self._by_token else [visible] if visible else []
-        parts = [detokenizer.push(push) for push in pushes]
+        apart = self._by_token or not detokenizer.marks.keys().isdisjoint(visible)
+        pushes = [[token] for token in visible] if apart else [visible] if visible else []
+        parts = [self._decode(detokenizer, push) for push in pushes]
         if message.finish_reason:
             parts.append(detokenizer.flush())
         return parts, len(message.token_ids), False
+
+    def _decode(self, detokenizer: Detokenizer, token_ids: list[int]) -> str:
+        """Return the text that became certain with tokens, and tell the parser of a mark, the last of them."""
+        text = detokenizer.push(token_ids)
+        self._length += len(text)
+        mark = detokenizer.marks.get(token_ids[-1])
+        if mark is not None and self._parser is not None:
+            self._parser.mark(mark, self._length - len(mark))
+        return text
 
     def _read_to_stop(
         self, detokenizer: Detokenizer, stop: StopFinder, visible: list[int], message: Tokens
@@ -134,7 +145,7 @@ class OutputProcessor:
         is searched by the text that it would have."""
         mark = detokenizer.hidden.get(token)
         if mark is None:
-            return stop.feed(detokenizer.push([token]), armed)
+            return stop.feed(self._decode(detokenizer, [token]), armed)
         text, found = stop.feed(mark, armed, hidden=True)
         if not found:
             return text, False

@@ -172,7 +172,8 @@ class Tokenizer:
             def decode(token_ids: Sequence[int]) -> str:
                 return self.decode([each for each in token_ids if each not in kept], False)
 
-        return Detokenizer(decode, prompt, kept)
+        marks = {self.added[text]: text for text in shown if text in self.added}
+        return Detokenizer(decode, prompt, kept, marks)
 
     @functools.cached_property
     def _special_texts(self) -> dict[int, str]:
@@ -268,13 +269,17 @@ class Detokenizer:
     A tokenizer may drop the space before a lone token, so a token is never decoded without the one before it. A
     character may be split over tokens, so an incomplete end is held back until it is complete or nothing follows.
     ``decode`` must convert bytes in any window as UTF-8 does: one U+FFFD for each part of a character. ``hidden``: the
-    tokens that it skips, and their text.
+    tokens that it skips, and their text; ``marks``: added tokens that a parser has to know, and theirs.
     """
 
     def __init__(
-        self, decode: Decode, prompt: Sequence[int] = (), hidden: Mapping[int, str] = MappingProxyType({})
+        self,
+        decode: Decode,
+        prompt: Sequence[int] = (),
+        hidden: Mapping[int, str] = MappingProxyType({}),
+        marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self.hidden = hidden
+        self.hidden, self.marks = hidden, marks
         self._decode = decode
         self._window = list(prompt[-CONTEXT:])
         self._mark = len(self._window)  # start of the next window, once this one ends cleanly

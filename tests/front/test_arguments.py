@@ -224,6 +224,14 @@ def test_the_last_channel_is_of_a_form(channels: Walker, thoughts: str) -> None:
         assert not channels.admits(text, thoughts + other), other
 
 
+def test_a_channel_ends_only_at_a_token(channels: Walker) -> None:
+    text = after_thought(grammar.json_object(), channels.marks, False, CHANNELS)
+    written = "<|channel|>analysis<|message|>say <|do", "ne|>, not"  # not tokenized as the mark
+    end = "<|done|><|start|>assistant<|channel|>final<|message|>{}"
+    assert channels.admits(text, *written, end)
+    assert not channels.admits(text, *written, end.removeprefix("<|done|>"))
+
+
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("form", ["", grammar.json_object()])
 def test_calls_in_channels(channels: Walker, choice: Any, form: str) -> None:

@@ -332,19 +332,6 @@ def test_formats(ask: Ask, streams: bool, name: str, text: str, monkeypatch: pyt
         assert all(len(call.id) == 9 and call.id.isalnum() for call in choice.message.tool_calls)
 
 
-@BOTH
-def test_channels(ask: Ask, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("fake_engine", "fakes"):
-        monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
-    text = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
-        '<|constrain|>json<|message|>{"a": 1}<|call|>'
-    )
-    (choice,) = ask(text, streams=streams, given={"tool_call_parser": "gpt-oss"}, tools=TOOLS).choices
-    assert said(choice) == ("tool_calls", None, [("add", '{"a": 1}')])
-    assert choice.message.reasoning_content == "Hm."
-
-
 JSON_FORM: dict[str, Any] = {"response_format": {"type": "json_object"}}
 
 

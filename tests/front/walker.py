@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import llguidance
@@ -79,10 +80,10 @@ class Walker:
             return self._names[token].encode()
         return bytes(self._bytes.decode_bytes([token]))
 
-    def admits(self, text: str, answer: str) -> bool:
-        """Whether an answer is one that the grammar allows, in characters."""
+    def admits(self, text: str, *answer: str) -> bool:
+        """Whether an answer is one that the grammar allows, in characters; its parts are tokenized apart."""
         matcher = self.grammars.start(text, [])
-        for token in [*self._bytes.tokenize_str(answer), END]:
+        for token in [*chain.from_iterable(map(self._bytes.tokenize_str, answer)), END]:
             bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
             if not bits[token]:
                 return False

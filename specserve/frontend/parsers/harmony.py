@@ -4,12 +4,14 @@
     <|message|>{"a": 1}<|call|>
 
 Headers are read leniently, since the model writes some that are malformed: the function may stand before the channel,
-an unknown channel is content, and text without a header is as well. No answer is refused.
+an unknown channel is content, and text without a header is as well. No answer is refused. A mark is one only as its
+token: the same characters written with others are text.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Literal
 
 from specserve.constraints.marks import HARMONY, Frame
@@ -21,7 +23,6 @@ from specserve.frontend.parsers.base import (
     Functions,
     Parser,
     Reasoning,
-    overlap,
 )
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -34,7 +35,6 @@ FRAME = Frame(  # the end of a call is that of the answer
     begin=f" {CONSTRAIN}json{MESSAGE}",
     answer=HARMONY.answer,
 )
-_MARK = re.compile("|".join(map(re.escape, MARKS)))
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _BEFORE = re.compile(r"\s*(?:to=\S*\s*)?")  # of a header that begins with its recipient
 
@@ -48,7 +48,9 @@ class HarmonyParser(Parser):
     def __init__(self, functions: Functions, separate: bool = True) -> None:
         self._functions = functions
         self._thought: type[Reasoning] | type[Content] = Reasoning if separate else Content
+        self._marks: deque[tuple[str, int]] = deque()  # still to come, with their places in the answer
         self._text = ""
+        self._at = 0  # place of the text in the answer
         self._header: str | None = ""  # as far as it was read; None: in a message
         self._kind: type[Reasoning] | type[Content] | type[Arguments] = Content
         self._marked = False  # a mark was read
@@ -58,24 +60,33 @@ class HarmonyParser(Parser):
     def stage(self) -> Literal["thinking", "content"]:
         return "thinking" if self._header is None and self._kind is Reasoning else "content"
 
+    def mark(self, mark: str, at: int) -> None:
+        """Note a mark's token, whose text begins ``at`` characters into the answer, before that text is fed."""
+        self._marks.append((mark, at))
+
     def feed(self, text: str) -> list[Event]:
         self._text += text
-        return self._take(final=False)
+        events: list[Event] = []
+        while self._marks:
+            mark, at = self._marks[0]
+            events += self._add(self._take(at - self._at))
+            if len(self._text) < len(mark):
+                return events
+            events += self._at_mark(self._take(len(mark)))
+            self._marks.popleft()
+        return events + self._add(self._take(len(self._text)))
 
     def finish(self, cut: bool = False) -> list[Event]:
-        return self._take(final=True) + ([] if cut else self._end())
-
-    def _take(self, final: bool) -> list[Event]:
-        events: list[Event] = []
-        while (found := _MARK.search(self._text)) is not None:
-            before, mark, self._text = self._text[: found.start()], found[0], self._text[found.end() :]
-            events += self._add(before) + self._at_mark(mark)
-        held = 0 if final else max(overlap(self._text, mark) for mark in MARKS)
-        certain, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
-        events += self._add(certain)
-        if final and self._header is not None and not self._marked:
+        events = self._add(self._take(len(self._text)))
+        if self._header is not None and not self._marked:
             events += self._without_header()
-        return events
+        return events + ([] if cut else self._end())
+
+    def _take(self, size: int) -> str:
+        """Return the next characters, ``size`` or as many as there are."""
+        taken, self._text = self._text[:size], self._text[size:]
+        self._at += len(taken)
+        return taken
 
     def _add(self, text: str) -> list[Event]:
         if self._header is None:
