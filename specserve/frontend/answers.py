@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -19,6 +20,8 @@ from specserve.frontend.parsers.registry import HARMONY as HARMONY_CALLS
 from specserve.frontend.parsers.think import ThinkParser, marks_of
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Calls, functions_of
+
+log = logging.getLogger(__name__)
 
 _CHANNELS = "not supported: this model's channels need --reasoning-parser and --tool-call-parser gpt-oss"
 _THOUGHTS = "not supported: this model may think several times"
@@ -106,6 +109,8 @@ class Formats:
             reasoning_parser = HARMONY_CALLS.name if channels else NONE
         reasoning = marks_of(reasoning_parser)
         around = reasoning or THINK
+        if (around is HARMONY or calls is HARMONY_CALLS) and not tokenizer.added.keys() >= {*MARKS}:
+            log.warning("answers are not parsed as gpt-oss: its marks are no tokens of the tokenizer")
         close = None if reasoning is None else tokenizer.encode_answer(f"\n{around.close}")
         return cls(tokenizer, calls, close, around=around)
 

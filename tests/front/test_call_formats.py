@@ -79,11 +79,13 @@ def test_auto(template: str, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("calls", "setting"), [("auto", "auto"), ("none", "auto"), ("gpt-oss", "auto"), ("auto", "none")]
 )
-def test_channels_are_separated_by_default(calls: str, setting: str) -> None:
+def test_channels_are_separated_by_default(
+    calls: str, setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of the chat template or the calls that have them, as in vLLM. Other reasoning must be named."""
     of_channels = "" if calls == "gpt-oss" else "{{ tools }}<|channel|>commentary<|call|>"
     for template in (of_channels, "<think></think>"):
-        tokenizer = Mock(template_text=template, encode_answer=lambda text: [*text.encode()])
+        tokenizer = Mock(template_text=template, encode_answer=lambda text: [*text.encode()], added={})
         format_ = choose_format(calls if template == of_channels else "auto", template)[0]
         found = Formats.of(tokenizer, format_, setting)
         assert (
@@ -91,3 +93,4 @@ def test_channels_are_separated_by_default(calls: str, setting: str) -> None:
             == (found.around == HARMONY)
             == (template == of_channels and setting == "auto")
         )
+    assert caplog.text.count("its marks are no tokens of the tokenizer") == 1
