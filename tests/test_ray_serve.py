@@ -218,9 +218,9 @@ class TestWithoutReplicas:
     def test_options(self) -> None:
         from examples.ray_serve.app import Options, build
 
-        replica = build(Options(gpus=4, replicas=3, most_replicas=9)).args[0]
+        replica = build(Options(gpus=4, arguments="--tp 2", replicas=3, most_replicas=9)).args[0]
         assert isinstance(replica, fake_ray.Application) or HAS_RAY
-        assert replica.args[0][-2:] == ["--tensor-parallel-size", "4"]
+        assert replica.args[0][:4] == ["--tensor-parallel-size", "4", "--tp", "2"]
         for bad, words in (
             ({"gpus": 1.5}, "gpus above 1 must be a whole number, found 1.5"),
             ({"most_replicas": 1}, "most_replicas must be at least 2, found 1"),

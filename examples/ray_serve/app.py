@@ -68,7 +68,7 @@ def build(options: Options) -> Application:
     )
     arguments = [*shlex.split(options.arguments), "--max-body-bytes", str(options.max_body_bytes)]
     if options.gpus > 1:
-        arguments += ["--tensor-parallel-size", str(int(options.gpus))]
+        arguments = ["--tensor-parallel-size", str(int(options.gpus)), *arguments]  # the last counts
     return ingress.bind(replica.bind(arguments, options.loading_seconds), options.max_body_bytes)
 
 
