@@ -32,10 +32,14 @@ def hide_torch() -> None:
     )  # suppresses the note that PyTorch is missing
 
 
+_READ = "model_type", "model_name", "tokenizer_class"  # of config.json, by AutoTokenizer
+
+
 def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
     """Return the Transformers tokenizer of a directory; raises errors of many types. It is given a configuration,
-    because Transformers warns of models that it does not know, such as MiMo, and refuses the dtype "auto"; of the
-    model's class only the name, by which it chooses a tokenizer: the class imports much of PyTorch, if there is one."""
+    because Transformers warns of models that it does not know, such as MiMo, and refuses the dtype "auto". Of the model
+    that has what chooses a tokenizer, such as the name of its class: the class imports much of PyTorch, if there is
+    one, and without it other fields, such as those of rotary embeddings, can't be read."""
     from transformers import AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -43,7 +47,8 @@ def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False
     kind: Any = PreTrainedConfig
     if known := CONFIG_MAPPING_NAMES.get(fields.get("model_type")):
         kind = type(known, (kind,), {"model_type": fields["model_type"]})
-    config = kind.from_dict({**fields, "dtype": None, "torch_dtype": None}, name_or_path=path)
+    read = {name: fields[name] for name in _READ if name in fields}
+    config = kind.from_dict(read, name_or_path=path)
     found = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
     _take_pipeline(found, os.path.join(path, "tokenizer.json"))
     return found

@@ -179,7 +179,9 @@ def test_a_class_does_not_replace_what_the_file_says(name: str, tmp_path: Path) 
         )
         backend.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        config = {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": rope}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         text = "a 1212 \u2160"
         found = Tokenizer.load(str(tmp_path)).encode_answer(text)
         assert found == backend.encode(text, add_special_tokens=False).ids
