@@ -226,6 +226,18 @@ def test_a_rank_that_cannot_load_ends_the_start(agreeing: Checkpoints) -> None:
         create_scheduler(replace(config_of(agreeing), device="cuda"))
 
 
+def test_a_fork_does_not_keep_ranks(agreeing: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(agreeing.target, tensor_parallel_size=2)
+    assert isinstance(scheduler.runner.followers, Followers)
+    copy = scheduler.runner.followers._controls[1].dup()  # private: as a process that is forked has it
+    timer = threading.Timer(5, copy.close)
+    timer.start()
+    scheduler.close()
+    timer.cancel()
+    copy.close()
+    assert not caplog.text
+
+
 def test_an_error_that_rank_0_has_had_is_not_told(agreeing: Checkpoints) -> None:
     control, ours = socketpair()
     put(ours, pickle.dumps(Job(1, config_of(agreeing), {})))

@@ -159,6 +159,8 @@ class Followers(Peers):
         self._closed.set()
         self._peers.close()
         for control in self._controls.values():
+            with suppress(OSError):
+                control.shutdown(socket.SHUT_RDWR)  # closing leaves it open if this process was forked
             control.close()
         end = time.monotonic() + (LAST_WORDS if self._broken else GRACE)
         try:
