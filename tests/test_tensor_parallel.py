@@ -47,7 +47,11 @@ WORK = [
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 64, "chunked_prefill_size": 16}
 SHAPE = 3, 2, 6
 SHAPES = "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"
-METHODS = "DOMINO", "STANDALONE", "P_EAGLE", "EAGLE3+NGRAM"
+METHODS = (
+    *("DOMINO", "STANDALONE", "P_EAGLE", "EAGLE3+NGRAM", "MEDUSA", "HYDRA", "REDRAFTER", "MLP_SPECULATOR"),
+    *("ARCTIC_LSTM", "PARD", "DFLASH", "NGRAM", "SUFFIX", "LOOKAHEAD"),
+)
+WINDOW = {f"speculative_lookahead_{name}": 3 for name in ("window", "ngram", "guesses")}
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +81,8 @@ def assert_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
 def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected: list[Answer]) -> None:
     """With sampling, penalties, log-probabilities and predictions, while requests are preempted."""
     given = SETTINGS if method == NONE else SETTINGS | agreeing.drafting(method, SHAPE)
+    if method == "LOOKAHEAD":
+        given = SETTINGS | agreeing.drafting(method) | WINDOW
     with closing(make_scheduler(agreeing.target, tensor_parallel_size=2, **given)) as scheduler:
         found = answer_all(scheduler, WORK)
         assert scheduler.stats().preemptions > 0
