@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ from specserve.config.declare import Setting, convert, flag_of
 from specserve.config.notes import CHOSEN, UNUSED, Notes
 from specserve.config.peers import DRAWN, KEYS, VLLM, asking, of_vllm, simulated
 from specserve.config.settings import GROUPS, SETTINGS, Settings
+
+log = logging.getLogger(__name__)
 
 PREFIX = "SPECSERVE_"
 SIMILAR = 0.7  # of 1, from which a name is worth a hint
@@ -94,8 +97,11 @@ def _is_link(key: str, text: str) -> bool:
 
 
 def make_settings(**values: Any) -> Settings:
-    """Make settings from Python keywords: the flags' names with underscores. Raises ValueError."""
-    return Settings(**_named(values, str))
+    """Make settings from Python keywords: the flags' names with underscores. Logs those of other servers that change
+    nothing here. Raises ValueError."""
+    for name in (idle := [name for name, raw in values.items() if _changes_nothing(name, raw)]):
+        log.warning("%s has no effect: %s", name, (_NO_EFFECT | _SIZES)[flag_of(name)])
+    return Settings(**_named({name: raw for name, raw in values.items() if name not in idle}, str))
 
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -378,6 +378,16 @@ def test_flags_of_experts() -> None:
         load("--enable-expert-distribution-metrics")
 
 
+def test_keywords_of_other_servers_that_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert make_settings(pipeline_parallel_size=1, disable_custom_all_reduce=True, port=5).port == 5
+    assert [each.getMessage().split(":")[0] for each in caplog.records] == [
+        "pipeline_parallel_size has no effect",
+        "disable_custom_all_reduce has no effect",
+    ]
+    with pytest.raises(ValueError, match="pipeline_parallel_size: not accepted: "):
+        make_settings(pipeline_parallel_size=2)
+
+
 def test_lines_of_other_servers_that_change_nothing(tmp_path: Path) -> None:
     """SGLang's documentation begins with such a file."""
     file = tmp_path / "config.yaml"
