@@ -194,11 +194,11 @@ def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
     client.run()
 
 
-@pytest.mark.parametrize(("length", "room"), [(3, 3), (12, 4)])
-def test_answers_make_room_for_what_follows(length: int, room: int, target: Path) -> None:
-    """A chat has one snapshot, that of its last answer, and one that it shares with another stays. While an answer
-    runs, there is one more of what was asked, if that is long."""
-    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + room)
+@pytest.mark.parametrize("length", [3, 12])
+def test_answers_make_room_for_what_follows(length: int, target: Path) -> None:
+    """A chat has one snapshot, that of its last answer, or of what was asked, if that is long, and one that it shares
+    with another stays."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + 3)
     system = [*text(15), END]
     chats = [[*system, *text(3)] for _ in range(2)]
     assert [engines.cached(chat) for chat in chats] == [[0], [16]]
@@ -207,6 +207,23 @@ def test_answers_make_room_for_what_follows(length: int, room: int, target: Path
             chat += [*engines.answers(chat)[0].tokens, END, *text(length - 1), END, *text(3)]
             assert engines.cached(chat) == [(len(chat) - length - 5) // PAGE * PAGE]
     assert [engines.cached([*system, *text(3)]) for _ in range(2)] == [[16], [16]]
+
+
+@pytest.mark.parametrize(("room", "others", "calls"), [(4, 0, True), (4, 1, False), (8, 3, False)])
+def test_answers_that_prompts_leave(room: int, others: int, calls: bool, target: Path) -> None:
+    """Where templates strip thoughts, a chat has one snapshot, that of what was asked last, and another while it goes
+    on from answers that call tools. Those of answers are kept while there is room."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + room)
+    chats = [[*text(11), END, *text(3)] for _ in range(2)]
+    for turn in range(5):
+        for chat in chats:
+            asked, (answer,) = len(chat) - 3, engines.answers(chat)
+            assert turn < 2 or answer.cached_tokens == asked - 20
+            if calls and turn == 3:
+                engines.answers([*chat, *answer.tokens, *text(11), END, *text(3)])
+            chat += [*text(4), END, *text(11), END, *text(3)]
+        for _ in range(others if turn == 1 else 0):
+            engines.answers(text(20))
 
 
 def test_preempted_answers_are_continued(target: Path) -> None:

@@ -15,6 +15,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
@@ -34,6 +35,7 @@ class _Node:
     goes_on: bool = False  # a leaf to which its request will add
     ended: int = 0  # with windows: when a prefix that others share last ended with this edge; 0: no longer
     state: int = 0  # the snapshot of the state after this edge; 0: none
+    answer: bool = False  # of an answer, to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,24 +148,37 @@ class RadixCache:
         if node is not parent:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
 
-    def keep(self, tokens: Sequence[int], salt: str = "", replaces: int = 0) -> int:
+    def keep(self, tokens: Sequence[int], salt: str = "", replaces: int = 0, answer: bool = False) -> int:
         """Return the number of a new snapshot after ``tokens``, whole pages that are cached; 0 if there is one. That of
-        the first ``replaces`` and those since then make room before all others, but where several sequences go on."""
-        end, fewer = 0, list[int]()
-        for node, matched in self._walk(self._keys(tokens, salt)):
-            end += matched * self._page_size
-            if end >= replaces > 0 and node.state and len(node.children) == 1 and matched == len(node.keys):
-                fewer.append(node.state)
+        the first ``replaces`` and those since then make room before all others, but where several sequences go on. If
+        the prompt left the chat's last ``answer``, as one without its thoughts does, the next will leave this one: only
+        free room takes its snapshot, and the last one before it stays."""
+        *path, (node, matched) = self._walk(self._keys(tokens, salt))
         if matched < len(node.keys):
             node = self._split(node, matched)
+        node.answer |= answer
         if node.state:
             self._kept.move_to_end(node.state)
             return 0
+        end, fewer, leaves = 0, list[int](), False
+        for above, below in pairwise([*(each for each, _ in path), node]):
+            end += len(above.keys) * self._page_size
+            others = (child for child in above.children.values() if child is not below)
+            left = [child.answer and not below.answer for child in others]
+            leaves = any(left) or (leaves and not above.answer)
+            if end >= replaces > 0 and above.state and all(left):
+                fewer.append(above.state)
+            if leaves and below.answer:
+                del fewer[-1:]
         for state in reversed(fewer):
             self._kept.move_to_end(state, last=False)
         free = self._free_snapshots
+        if leaves and answer and not free:
+            return 0
         node.state = free.pop() if free else self._drop_state(next(iter(self._kept.values())))
         self._kept[node.state] = node
+        if leaves and answer:
+            self._kept.move_to_end(node.state, last=False)
         return node.state
 
     def _drop_state(self, node: _Node) -> int:
@@ -311,6 +326,7 @@ class RadixCache:
         assert node.parent is not None
         upper = _Node(node.keys[:at], [pages[:at] for pages in node.pages], node.parent, node.used)
         node.parent.children[upper.keys[0]] = upper
+        upper.answer = node.answer
         node.keys, node.pages, node.parent = node.keys[at:], [pages[at:] for pages in node.pages], upper
         upper.children[node.keys[0]] = node
         self._end_at(upper)

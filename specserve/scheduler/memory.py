@@ -110,9 +110,7 @@ class Memory:
         exact = len(request.stop_ids) <= STOPS and self._snapshots.serves(request.computed, end)
         if not end or not (exact if ends else request.prefilled in request.points):
             return 0
-        return self.cache.keep(
-            request.tokens[:end], request.salt, (request.cached_tokens or 0) if ends else 0
-        )
+        return self.cache.keep(request.tokens[:end], request.salt, request.cached_tokens or 0, ends)
 
     @property
     def available(self) -> int:
