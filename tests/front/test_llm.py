@@ -158,9 +158,7 @@ def test_parameters_as_others_give_them(llm: LLM) -> None:
     for name, words in {
         "max_model_len": "unknown setting; here it is context_length",
         "pipeline_parallel_size": "not accepted: every layer is shared out, by --tensor-parallel-size; leave it out",
-        "disable_log_stats": "not accepted: they are lines of the log, .*; leave it out",
         "hf_overrides": "not accepted: edit config.json",
-        "swap_space": "not accepted: weights and KV pool stay on the device; leave it out",
     }.items():
         with pytest.raises(ValueError, match=f"{name}: {words}"):
             LLM(model="x", **{name: 5})
