@@ -286,6 +286,8 @@ def test_by_default_states_take_half_of_what_weights_leave(tmp_path: Path) -> No
         return resolve_engine(given, has_gpu=True, there=memory)[2].max_running_requests
 
     assert [requests(states) for states in (0, 4, 9, 31, 300)] == [1, 3, 8, 24, 256]
+    given = replace(given, max_mamba_cache_size=9, disable_radix_cache=True)  # which leaves it no effect
+    assert requests(31) == 24
 
 
 def test_settings(target: Path) -> None:

@@ -147,7 +147,7 @@ def _fitting_requests(
 ) -> int:
     """Return how many requests run by default: on a GPU no more than have states in half of the memory that weights
     leave, if the settings say nothing of their number."""
-    named = given.max_running_requests is not None or given.max_mamba_cache_size is not None
+    named = given.max_running_requests is not None or settings.max_mamba_cache_size is not None
     if named or not model.states or settings.device != "cuda" or not (there or torch.cuda.is_available()):
         return MAX_COUNT
     config = replace(_config(settings, model), max_running_requests=1, max_mamba_cache_size=None)
