@@ -685,6 +685,8 @@ def launch_recurrent(state: torch.dtype) -> None:
     inputs = delta_inputs(left.input_TC, *weights, inputs_RWC, kept.decay_REV, runs, left)
     for rule, longest in (*((delta_nodes, most) for most in (1, 4, 8, TILE)), (delta_prompts, 8)):
         rule(inputs, kept, runs._replace(longest=longest), left.value_TVU)
+    many_TVU = left.value_TVU.new_empty(4096, values, size)
+    delta_prompts(inputs, kept, runs._replace(rows_B=index_T), many_TVU)
     fold_states(Lagged(*(table[None] for table in kept)), index_T[:2], index_T[:2], index_T[:2])
     one = tuple(each[None] for each in rings), Left(*(each[None] for each in left))
     path_BS, ends_RX = index_T.view(2, 4), torch.zeros(3, 17, dtype=torch.int64)

@@ -274,11 +274,15 @@ def test_kernel(state: torch.dtype, begin: int, tolerance: float, monkeypatch: p
 )  # each compiles six to eight kernels, for 10 to 20 seconds
 def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row against sixteen, trees against chains, folds within a verification against those at commit, the kernel of
-    few nodes against that of all."""
+    few nodes against that of all, prompts cut as of many requests against as of few."""
     torch.manual_seed(0)
     few = cycle((True, False, True))  # so that every second tree, of few nodes, is now one's, now the other's
     monkeypatch.setattr(inputs_ops, "FEW", 64)
     monkeypatch.setattr(delta_rule_ops, "takes", lambda *given: next(few) and delta_steps_ops.takes(*given))
+    most = cycle((0, 1 << 20))  # so that chunks are now cut as prompts of many requests, now as those of few
+    monkeypatch.setattr(delta_rule_ops, "limits_of", lambda _: SimpleNamespace(processors=next(most)))
+    # private: all chunks here have fewer tokens
+    monkeypatch.setattr(delta_rule_ops, "_FEW_TOKENS", 0)
     layer = Layer(ops, WHOLE, (state, entry))
     assert check_passes(layer, 200, 0, [1, 16, 17, 100, 200], trees=100, nodes=64) < 5e-2
 
