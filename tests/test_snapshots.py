@@ -273,7 +273,9 @@ def test_other_ranks_keep_the_same(target: Path) -> None:
         assert kept.key_REJD.any()
 
 
-def test_by_default_states_take_half_of_what_weights_leave(tmp_path: Path) -> None:
+def test_by_default_states_take_half_of_what_weights_leave(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = make_qwen3_5(tmp_path, state_size=16)
     given = make_settings(model_path=str(path), skip_tokenizer_init=True, mem_fraction_static=0.5)
     alone = resolve_engine(replace(given, max_running_requests=1), has_gpu=True)[2]
@@ -286,8 +288,12 @@ def test_by_default_states_take_half_of_what_weights_leave(tmp_path: Path) -> No
         return resolve_engine(given, has_gpu=True, there=memory)[2].max_running_requests
 
     assert [requests(states) for states in (0, 4, 9, 31, 300)] == [1, 3, 8, 24, 256]
+    caplog.set_level("INFO")
+    given = replace(given, kv_cache_dtype="fp8_e4m3")
     given = replace(given, max_mamba_cache_size=9, disable_radix_cache=True)  # which leaves it no effect
     assert requests(31) == 24
+    assert "max_running_requests = 24" in caplog.text
+    assert "FP8 KV cache" not in caplog.text, "said when it is loaded"
 
 
 def test_settings(target: Path) -> None:

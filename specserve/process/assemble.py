@@ -151,10 +151,15 @@ def _fitting_requests(
     if named or not model.states or settings.device != "cuda" or not (there or torch.cuda.is_available()):
         return MAX_COUNT
     config = replace(_config(settings, model), max_running_requests=1, max_mamba_cache_size=None)
+    package = logging.getLogger("specserve")
+    level = package.level
+    package.setLevel(logging.CRITICAL)  # what loads it says the same
     try:
         context = create_shapes(config, shape_plan(config))
-    except ValueError:  # told by what loads it
+    except ValueError:
         return MAX_COUNT
+    finally:
+        package.setLevel(level)
     assert context.states is not None
     weights = count_bytes([context.target, *parts_of(context.drafter)], set())
     free = (there or device_memory(config.device)).within(config.mem_fraction_static) - weights
