@@ -54,6 +54,7 @@ def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Se
     if not rounds:
         return found
     found = replace(found, rounds=" and ".join(rounds))
+    return_memory()
     plain = resolve_engine(replace(given, quantization="none", kv_cache_dtype="auto"))[2]
     plain = replace(plain, draft=None, shape=None, adaptive=False, largest_graph=None)
     plain = replace(plain, max_total_tokens=found.window + 1)
@@ -64,7 +65,6 @@ def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Se
             not_compared=f"{plain.device} has {there / 2**30:.1f} GiB, and the model without {found.rounds} needs "
             f"{needed / 2**30:.1f}; to compare, score it without on a device that holds it, or with --device cpu",
         )
-    return_memory()
     engine = load_engine(plain)
     try:
         return replace(found, plain=_perplexity(engine, _windows(tokens, found.window)))
