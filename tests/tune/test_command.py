@@ -109,6 +109,15 @@ def test_mistakes(pair: Checkpoints, capsys: pytest.CaptureFixture[str], more: l
     assert words in capsys.readouterr().err
 
 
+def test_batches_larger_than_states_have_room_for(
+    pair: Checkpoints, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # private: there is no GPU, whose memory decides
+    monkeypatch.setattr("specserve.process.assemble._fitting_requests", lambda *given: 1)
+    assert main([*flags(pair), *SMALL, "--prompts", str(prompts), "--minutes", "0.01"]) == 2
+    assert "--batch-sizes: at most --max-running-requests 1, found 2" in capsys.readouterr().err
+
+
 def test_what_has_no_effect_is_a_warning(pair: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     assert main([*flags(pair), "--speculative-algorithm", "NGRAM"]) == 2, "no prompts"
     assert "--speculative-draft-model-path has no effect: NGRAM has no checkpoint" in caplog.messages

@@ -58,7 +58,7 @@ def tune(options: Namespace, flags: Sequence[str]) -> None:
     batches = sorted(set(options.batch_sizes))
     given, local = (with_room(each, model, batches[-1]) for each in (given, local))
     wanted = candidates(local, model, Grid(options.steps, options.topk, options.draft_tokens))
-    engine = TuneEngine.load(local, wanted, _work(local, options))
+    engine = TuneEngine.load(local, wanted, _work(local, options), batches[-1])
     search = Search(
         bench=engine,
         candidates=[candidate for candidate in wanted if engine.drafts(candidate)],

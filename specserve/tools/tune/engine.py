@@ -60,14 +60,18 @@ class TuneEngine:
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, given: Settings, candidates: Sequence[Candidate], work: Work) -> TuneEngine:
-        """Load an engine. ``given``: local paths, an algorithm that drafts. Raises ValueError if it can't be served."""
+    def load(
+        cls, given: Settings, candidates: Sequence[Candidate], work: Work, largest: int = 1
+    ) -> TuneEngine:
+        """Load an engine. ``given``: local paths, an algorithm that drafts. Raises ValueError if it can't be served, or
+        runs fewer than ``largest`` requests at a time."""
         shape: dict[str, Any] = dict(zip(SHAPE, (1, 1, 2), strict=True))
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
         if config.tensor_parallel_size > 1:
             raise ValueError(f"{FLAG} must be 1: several ranks are not tuned")
+        if largest > (running := config.max_running_requests):
+            raise ValueError(f"--batch-sizes: at most --max-running-requests {running}, found {largest}")
         torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
-        running = config.max_running_requests
         shapes = (envelope(candidates), False), (None, True)
         plans = [ShapePlan(each, adaptive, running, drafts=config.drafts) for each, adaptive in shapes]
         plan = max(plans, key=lambda plan: plan.margin)
