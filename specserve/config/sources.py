@@ -70,8 +70,10 @@ def _file(given: dict[str, Any], environ: Mapping[str, str]) -> Path | None:
 
 
 def _changes_nothing(name: str, raw: object) -> bool:
-    """Return whether a line of the file is a setting of other servers that is taken and not read."""
-    return flag_of(name) in _NO_EFFECT or (flag_of(name) in _SIZES and raw == 1)
+    """Return whether a line of the file, or a keyword, is a setting of other servers that is taken and not read."""
+    if name == "enable_prefix_caching" and raw is False:  # the other way round, it would
+        return False
+    return flag_of(name) in _NO_EFFECT or (flag_of(name) in _SIZES and raw in (None, 1))
 
 
 def unused(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Notes:

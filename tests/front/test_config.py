@@ -384,8 +384,12 @@ def test_keywords_of_other_servers_that_change_nothing(caplog: pytest.LogCapture
         "pipeline_parallel_size has no effect",
         "disable_custom_all_reduce has no effect",
     ]
-    with pytest.raises(ValueError, match="pipeline_parallel_size: not accepted: "):
-        make_settings(pipeline_parallel_size=2)
+    for name, value, words in (
+        ("pipeline_parallel_size", 2, "every layer is shared out"),
+        ("enable_prefix_caching", False, "prefixes are cached unless --disable-radix-cache"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: not accepted: {words}"):
+            make_settings(**{name: value})
 
 
 def test_lines_of_other_servers_that_change_nothing(tmp_path: Path) -> None:
