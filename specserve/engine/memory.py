@@ -1,4 +1,4 @@
-"""The memory that this process may use, and the size of the KV pool.
+"""The memory that this process may use, what weights take of it, and the size of the KV pool.
 
 A pool is planned, never probed: a CPU's memory is handed out when it is first written, so a pool that is too large
 would be made without an error, and the process killed once the pool is full.

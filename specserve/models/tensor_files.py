@@ -170,10 +170,8 @@ class TensorFiles:
     def note_unread(self, known: Collection[str], notes: list[str], prefix: str = "") -> None:
         """Note and log a draft's tensors that are not ``known``, because no parameter reads them: it may differ from
         what it seems. Only names that begin with ``prefix`` are a part of the draft. Other ranks read other experts."""
-        own, read = (
-            [name for name in self.names() if name.startswith(prefix)],
-            {EXPERT.sub(".", n) for n in known},
-        )
+        own = [name for name in self.names() if name.startswith(prefix)]
+        read = {EXPERT.sub(".", name) for name in known}
         if unread := [name for name in own if EXPERT.sub(".", name) not in read]:
             notes.append(f"draft tensors that are not read: {', '.join(unread)}")
             log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))

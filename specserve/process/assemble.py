@@ -113,9 +113,7 @@ def resolve_engine(
     settings, more = resolve(given, model, has_gpu)
     if (fit := _fitting_requests(given, settings, model, there)) < (settings.max_running_requests or 0):
         settings, more = resolve(replace(given, max_running_requests=fit), model, has_gpu)
-        more[f"max_running_requests = {fit}: their states take half of the memory next to the weights"] = (
-            CHOSEN
-        )
+        more[f"max_running_requests = {fit}: half of the memory next to the weights is for states"] = CHOSEN
     notes |= more | dict.fromkeys(model.notes, CHOSEN)
     defaults = resolve_sampling(settings, notes)
     config = _config(settings, model, with_front)
@@ -153,7 +151,7 @@ def _fitting_requests(
     config = replace(_config(settings, model), max_running_requests=1, max_mamba_cache_size=None)
     package = logging.getLogger("specserve")
     level = package.level
-    package.setLevel(logging.CRITICAL)  # what loads it says the same
+    package.setLevel(logging.ERROR)  # what loads it says the same
     try:
         context = create_shapes(config, shape_plan(config))
     except ValueError:

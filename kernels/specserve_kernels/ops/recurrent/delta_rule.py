@@ -39,8 +39,8 @@ _ROWS = tl.constexpr(64)  # whose ends of blocks are looked for at once
 _FOLDED = tl.constexpr(32)  # channels of keys; of 64 there would be other products
 _FOLD = {"X": 64, "num_warps": 4}
 _PROMPTS = {"C": 32, "S": 32, "X": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-_FEW = {"C": 32, "S": 32, "X": 64, "num_warps": 4, "num_stages": 3}  # of few prompts: programs for all
-_FEW_TOKENS = 2048  # captured launches have 16 runs, mostly empty
+_FEW = {"C": 32, "S": 32, "X": 64, "num_warps": 4, "num_stages": 3}  # few prompts, on more processors
+_FEW_TOKENS = 2048  # of a captured launch, whose 16 runs are mostly empty
 _NODES = {"C": 32, "S": 32, "X": 128, "num_warps": 8}
 _WIDE = {"C": 16, "S": 16, "X": 64, "num_warps": 4}  # of entries that tensor cores do not multiply
 
