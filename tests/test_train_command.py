@@ -119,7 +119,7 @@ def test_a_cpu_takes_smaller_batches(target: Path, tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_written(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found before the data are read, and for a full disk before the first step."""
+    """Found before the data are read, as a model's path that is none is, and for a full disk before the first step."""
     data = write_data(tmp_path / "a.npz", 0)
     for path, words in (
         (data, r"--output: .*a\.npz can't be written: .*exists"),
@@ -129,6 +129,8 @@ def test_outputs_that_cannot_be_written(
     ):
         with pytest.raises(ValueError, match=words):
             run(target, tmp_path, "--output", str(path), "--data", "none")
+    with pytest.raises(ValueError, match="--model-path: org/nmae is not a directory"):
+        run(target, tmp_path, "--model-path", "org/nmae", "--data", "none")
     assert load_file(target / "model.safetensors"), "the target is as it was"
     monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
     with pytest.raises(

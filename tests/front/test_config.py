@@ -233,6 +233,7 @@ def test_values_of_all_kinds() -> None:
         ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
         ("--fastapi-docs", {}, "--fastapi-docs: unknown flag; --help lists all"),
         ("--hf-token x", {}, "--hf-token: unknown flag; here it is the variable HF_TOKEN"),
+        ("--draft-model-path x", {}, "unknown flag; here it is --speculative-draft-model-path"),
         ("--enable-radix-cache", {}, "unknown flag; leave it out: there is only --disable-radix-cache"),
         ("--no-disable-cuda-graph", {}, "unknown flag; leave it out: there is only --disable-cuda-graph"),
         ("--tp_size 2", {}, "--tp_size: unknown flag; write --tp-size"),

@@ -124,7 +124,9 @@ def heldout_rows(documents: Documents, length: int, most: int, seed: int) -> Row
 
 def prepare(args: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the device, and make the output directory. Raises ValueError if files can't
-    be written there."""
+    be written there, or if there is no model."""
+    if not args.model_path.is_dir():
+        raise ValueError(f"--model-path: {args.model_path} is not a directory")
     args.device = torch.device(args.device)
     if args.batch_tokens is None:
         args.batch_tokens = BATCH_TOKENS if args.device.type == "cuda" else BATCH_TOKENS_CPU
