@@ -18,6 +18,7 @@ from torch import Tensor
 from specserve import LLM
 from specserve.config import make_settings
 from specserve.config.paths import BUNDLED_NAME
+from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.layers import linear
 from specserve.layers.formats import stored
@@ -60,18 +61,22 @@ class Checkpoints:
         return ["--model-path", str(self.target), "--served-model-name", BUNDLED_NAME, *drafts]
 
     def drafting(self, algorithm: str, shape: Shape | None = None) -> dict[str, Any]:
-        """The settings of a method; ``shape`` None: what the controller chooses."""
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        draft = self.draft(algorithm)
-        return {
-            "speculative_algorithm": algorithm,
-            **({} if draft is None else {"speculative_draft_model_path": str(draft)}),
-            **({} if shape is None else dict(zip(names, shape, strict=True))),
-        }
+        return drafting(algorithm, self.draft(algorithm), shape)
 
     def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:
         """One that drafts; ``shape`` None: what the controller chooses."""
         return make_scheduler(self.target, **self.drafting(algorithm, shape), **settings)
+
+
+def drafting(algorithm: str, draft: Path | None = None, shape: Shape | None = None) -> dict[str, Any]:
+    """The settings of a method; ``shape`` None: what the controller chooses."""
+    path = {} if draft is None else {"speculative_draft_model_path": str(draft)}
+    return {"speculative_algorithm": algorithm, **path, **({} if shape is None else shaped(*shape))}
+
+
+def shaped(*shape: int) -> dict[str, Any]:
+    """The settings of a step's shape."""
+    return dict(zip(SHAPE, shape, strict=True))
 
 
 def make_scheduler(model: Path, **settings: Any) -> Scheduler:

@@ -22,7 +22,7 @@ from specserve.models.read_config import load_model_config
 from specserve.process import phase
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.shape import StepShape
-from tests.engines import Checkpoints, by_levels, check_switching, priced
+from tests.engines import Checkpoints, by_levels, check_switching, drafting, priced
 
 PROMPTS = heldout_prompts(BUNDLED_MODEL, 3, 12)
 PARAMS = [
@@ -184,14 +184,7 @@ def test_a_short_context(context: int, page: int, agreeing: Checkpoints) -> None
 
 def test_a_shape_and_the_controller_exclude_each_other() -> None:
     given, _ = resolve_paths(
-        make_settings(
-            device="cpu",
-            speculative_algorithm="EAGLE3",
-            speculative_adaptive=True,
-            speculative_num_steps=3,
-            speculative_eagle_topk=1,
-            speculative_num_draft_tokens=4,
-        )
+        make_settings(device="cpu", speculative_adaptive=True, **drafting("EAGLE3", shape=(3, 1, 4)))
     )
     with pytest.raises(ValueError, match="--speculative-num-steps fixes it"):
         resolve(given, load_model_config(Path(str(given.model_path))))

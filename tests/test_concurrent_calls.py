@@ -23,11 +23,7 @@ def settings(agreeing: Checkpoints) -> dict[str, Any]:
     """An engine with trees, and a pool so small that requests are preempted."""
     return {
         "model_path": str(agreeing.target),
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(agreeing.eagle3),
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 2,
-        "speculative_num_draft_tokens": 6,
+        **agreeing.drafting("EAGLE3", (3, 2, 6)),
         "dtype": "float64",
         "device": "cpu",
         "cpu_threads": 1,

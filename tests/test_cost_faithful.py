@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.cost_faithful import USELESS, Family, Maker, Sizes, layer_order
 from specserve import LLM, SamplingParams
 from specserve.outputs import RequestOutput
+from tests.engines import shaped
 from tests.reference import eagle, llama
 from tests.reference.models import Checkpoint
 
@@ -27,7 +28,7 @@ SHAPE = Sizes(
 )
 VOCAB, DRAFT_VOCAB = 4096, 3072  # of the bundled model
 TOKENS = [17, 300, 4000, 12, 999, 2048, 5, 77]
-CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+CHAIN = shaped(3, 1, 4)
 
 
 @pytest.fixture(scope="module")

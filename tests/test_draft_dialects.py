@@ -17,7 +17,7 @@ import torch
 from specserve.methods import DraftSettings
 from specserve.models.checkpoint import load_target
 from specserve.models.draft.eagle_family import load_head
-from tests.engines import Shape, answer_one, make_scheduler, record_drafts
+from tests.engines import Shape, answer_one, drafting, make_scheduler, record_drafts
 from tests.reference import draft_dialects as dialects
 from tests.reference.decode import Request
 from tests.reference.draft_dialects import AUX, as_speculators, eagle3, save, with_norms, without
@@ -50,12 +50,6 @@ def overriding(fields: Mapping[str, Any]) -> dict[str, str]:
     return {"speculative_draft_config_override": json.dumps(fields)} if fields else {}
 
 
-def settings_of(algorithm: str, draft: Path | None, shape: Shape) -> dict[str, Any]:
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    given = {"speculative_algorithm": algorithm, **dict(zip(names, shape, strict=True))}
-    return given | ({"speculative_draft_model_path": str(draft)} if draft else {})
-
-
 def check(
     target: Path,
     draft: Path | None,
@@ -72,7 +66,7 @@ def check(
         target,
         chunked_prefill_size=CHUNK,
         page_size=4,
-        **settings_of(algorithm, draft, shape),
+        **drafting(algorithm, draft, shape),
         **overriding(overrides or {}),
     )
     with record_drafts() as drafts:
@@ -260,7 +254,7 @@ def check_against(reference: Path, draft: Path, algorithm: str) -> None:
     """The first step drafts what the reference does of another checkpoint with the same target."""
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=6)
     with record_drafts() as drafts:
-        answer = answer_one(make_scheduler(draft, **settings_of(algorithm, draft, CHAIN)), PROMPT, params)
+        answer = answer_one(make_scheduler(draft, **drafting(algorithm, draft, CHAIN)), PROMPT, params)
     request = Request(tuple(PROMPT), reference_params(params, PROMPT))
     committed = (*PROMPT, answer.tokens[0])
     pool = Oracle(reference, reference).pool(request, committed, *CHAIN[:2])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specserve.attention import ATTENTION
-from tests.engines import make_scheduler
+from tests.engines import drafting, make_scheduler
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
@@ -34,14 +34,7 @@ def make_draft(path: Path, target: Path, algorithm: str, **options: Any) -> Path
 
 
 def load(target: Path, draft: Path, algorithm: str) -> None:
-    make_scheduler(
-        target,
-        speculative_algorithm=algorithm,
-        speculative_draft_model_path=str(draft),
-        speculative_num_steps=2,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=3,
-    )
+    make_scheduler(target, **drafting(algorithm, draft, (2, 1, 3)))
 
 
 def change_tensors(path: Path, change: Callable[[State], object]) -> None:
@@ -269,14 +262,7 @@ def test_a_vocabulary_with_tokens_after_the_targets(
 def test_more_branches_than_draft_tokens(target: Path, tmp_path: Path) -> None:
     draft = make_draft(tmp_path / "the-draft", target, "EAGLE3")
     with pytest.raises(ValueError, match=r"--speculative-eagle-topk: .*the-draft has 24 tokens, found 25"):
-        make_scheduler(
-            target,
-            speculative_algorithm="EAGLE3",
-            speculative_draft_model_path=str(draft),
-            speculative_num_steps=1,
-            speculative_eagle_topk=25,
-            speculative_num_draft_tokens=3,
-        )
+        make_scheduler(target, **drafting("EAGLE3", draft, (1, 25, 3)))
 
 
 class Payload:

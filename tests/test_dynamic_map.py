@@ -27,7 +27,7 @@ from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.drafters.eagle import EagleDrafter
 from specserve.speculation.dynamic_map import DynamicMap, default_size
-from tests.engines import Checkpoints, answer_all, answer_one, context_of, make_scheduler
+from tests.engines import Checkpoints, answer_all, answer_one, context_of, make_scheduler, shaped
 from tests.test_token_map import PROMPT, VOCAB, save, work
 
 SIZE = 16
@@ -346,8 +346,7 @@ def test_acceptance_recovers_on_another_domain(tmp_path: Path) -> None:
     from benchmarks.common import load_prompts
 
     prompts = [row["prompt"] for row in load_prompts() if "prompt" in row][:4]
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    settings = dict(zip(names, (5, 1, 6), strict=True)) | {"device": "cpu", "max_running_requests": 4}
+    settings = shaped(5, 1, 6) | {"device": "cpu", "max_running_requests": 4}
     lowest = str(save(tmp_path / "lowest.pt", [*range(512)]))
     lengths = {}
     for token_map in (None, lowest, "dynamic"):

@@ -27,7 +27,7 @@ from specserve.engine.shapes import candidate_shapes
 from specserve.layers import linear
 from specserve.layers.formats.stored import StoredProjection
 from specserve.messages import Submit
-from tests.engines import Checkpoints, check_switching, context_of, head_of
+from tests.engines import Checkpoints, check_switching, context_of, drafting, head_of
 from tests.front.processes import Server
 from tests.matrix import check_matrix
 from tests.reference.models import make_llama
@@ -51,13 +51,7 @@ TIE = 1e-4
 @contextmanager
 def engine(shape: Shape | None, **settings: Any) -> Iterator[LLM]:
     if shape is not None:
-        algorithm, steps, topk, tokens = shape
-        settings |= {
-            "speculative_algorithm": algorithm,
-            "speculative_num_steps": steps,
-            "speculative_eagle_topk": topk,
-            "speculative_num_draft_tokens": tokens,
-        }
+        settings |= drafting(shape[0], shape=shape[1:])
     given = {"dtype": "float32", "device": "cuda", "max_total_tokens": 40_000, "random_seed": 0, **settings}
     with LLM(None, skip_tokenizer_init=True, **given) as llm:
         yield llm

@@ -26,6 +26,7 @@ from specserve.engine.shapes import Padding, ShapePlan, StaticShapes, step_shape
 from specserve.layers.ranks import ONE, Ranks
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.shape import StepShape
+from tests.engines import drafting, shaped
 from tests.ranks import on_ranks
 
 
@@ -116,8 +117,7 @@ def test_plain_decoding_is_captured_first() -> None:
         step_shape(slots, drafted, slots) for drafted in ((3, 1, 4), (4, 4, 16), None) for slots in (1, 4, 8)
     ]
     small = {"device": "cpu", "max_total_tokens": 512, "context_length": 256, "cpu_threads": 1}
-    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    llm = LLM(speculative_algorithm="EAGLE3", skip_tokenizer_init=True, **shape, **small)  # type: ignore[arg-type]
+    llm = LLM(speculative_algorithm="EAGLE3", skip_tokenizer_init=True, **shaped(3, 1, 4), **small)  # type: ignore[arg-type]
     with llm, fake_graphs():
         assert isinstance(llm.engine, Scheduler)
         found = list(Graphs.capture(llm.engine.runner.context, shapes).steps)
@@ -268,8 +268,6 @@ def test_masked_launches_are_graphs_and_change_no_text(
 ) -> None:
     pytest.importorskip("llguidance")
     algorithm, drafted = speculation
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    settings: dict[str, Any] = dict(zip(names, drafted or (), strict=False))
     thought = Thought(open="<think>", close="</think>", end=[40, 41], begun=True)
     held = [
         {"grammar": grammar.regex("([a-z]{1,6} ){3}[0-9]{4}")},
@@ -288,14 +286,13 @@ def test_masked_launches_are_graphs_and_change_no_text(
         cpu_threads=1,
         context_length=128,
         overlap_schedule="on",
-        speculative_algorithm=algorithm,
-        **settings,
+        **drafting(algorithm, shape=drafted),
     ) as llm:
         expected = [[each.token_ids for each in llm.generate(*turn)] for turn in turns]
         scheduler = llm.engine
         assert isinstance(scheduler, Scheduler)
-        sizes = [(slots, drafting) for slots in range(1, 5) for drafting in range(slots + 1)]
-        shapes = [step_shape(slots, drafted, drafting) for slots, drafting in sizes]
+        sizes = [(slots, drafts) for slots in range(1, 5) for drafts in range(slots + 1)]
+        shapes = [step_shape(slots, drafted, drafts) for slots, drafts in sizes]
         with fake_graphs():
             context, lengths = scheduler.runner.context, sizes_within(128, 128)
             captured = Graphs.capture(context, list(dict.fromkeys(shapes)), lengths)

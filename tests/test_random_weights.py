@@ -15,7 +15,7 @@ from specserve.layers.formats.stored import StoredProjection
 from specserve.models.checkpoint import file_tensors, load_target
 from specserve.models.random_tensors import draw
 from specserve.models.read_config import load_model_config
-from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler
+from tests.engines import answer_all, drafting, held_as_on_a_gpu, make_scheduler
 from tests.fixtures import Quantized
 from tests.reference.quantized import DIALECTS
 
@@ -54,8 +54,7 @@ def test_texts_are_not_constant(fields: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", list(DRAFTS))
 def test_drafts_are_random_too(algorithm: str, tmp_path: Path) -> None:
     target, draft = write(tmp_path / "shape", LLAMA), write(tmp_path / "draft", DRAFTS[algorithm])
-    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    settings = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft), **shape}
+    settings = drafting(algorithm, draft, (3, 1, 4))
     work = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))]
     plain = answer_all(make_scheduler(target, load_format="dummy"), work)
     drafted = answer_all(make_scheduler(target, load_format="dummy", **settings), work)

@@ -16,6 +16,7 @@ from specserve.messages import Tokens
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import RequestEffect
+from tests.engines import shaped
 from tests.front.fakes import byte_tokenizer
 
 
@@ -55,8 +56,7 @@ def test_no_step_runs_for_a_request_that_may_have_ended(overlap: str) -> None:
     """The step in flight is waited for where it may give all that is left, so that whoever comes next does not wait for
     a step that serves nobody."""
     settings = {"overlap_schedule": overlap, "max_running_requests": 2, "skip_tokenizer_init": True}
-    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    with LLM(speculative_algorithm="EAGLE3", **settings, **shape) as llm:
+    with LLM(speculative_algorithm="EAGLE3", **settings, **shaped(3, 1, 4)) as llm:
         for tokens in (2, 5, 6, 9, 20):
             before = llm.engine.stats().steps  # type: ignore[union-attr]
             params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

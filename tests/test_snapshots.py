@@ -23,12 +23,12 @@ from specserve.kv.spec import DeltaState
 from specserve.process.assemble import create_shapes, resolve_engine, shape_plan
 from specserve.scheduler import memory, points, prompt_chunk, scheduler
 from specserve.scheduler.points import Snapshots
-from tests.engines import Answer, Client, answer_all, context_of, make_scheduler
+from tests.engines import Answer, Client, answer_all, context_of, make_scheduler, shaped
 from tests.reference.models import make_qwen3_5
 from tests.test_commands import Recorder
 
 END, PAGE = 2, 4
-TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+TREE = shaped(3, 2, 6)
 DRAWS = random.Random(1)
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

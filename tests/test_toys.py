@@ -26,7 +26,7 @@ from specserve.speculation.shape import StepShape
 from specserve.tools.train.__main__ import train
 from specserve.tools.train.cli import parse_args
 from specserve.tools.train.drafts import DRAFTS
-from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
+from tests.engines import Checkpoints, answer_all, context_of, drafting, make_scheduler
 from tests.toys import recurrent
 from tests.toys import weights as scaled
 from tests.toys.architecture import NAME, ToyModel, write_toy
@@ -120,15 +120,12 @@ def test_a_toy_drafter_with_weights_and_state_changes_no_text(
 
 def test_a_drafter_s_state_follows_the_text(trained: Path, agreeing: Checkpoints) -> None:
     """In slots that others have had, it is that of the text alone, whatever was drafted and rejected."""
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     scheduler = make_scheduler(
         agreeing.target,
-        speculative_algorithm="RECURRENT",
-        speculative_draft_model_path=str(trained),
         max_running_requests=2,
         disable_radix_cache=True,
         chunked_prefill_size=4,
-        **dict(zip(names, (3, 2, 8), strict=True)),
+        **drafting("RECURRENT", trained, (3, 2, 8)),
     )
     drafter = context_of(scheduler).drafter
     assert isinstance(drafter, TextStateDrafter)
@@ -193,9 +190,7 @@ def test_a_toy_weight_format_gives_the_rounded_weights(
 
 
 def test_a_toy_drafter_is_often_right(registered: None, agreeing: Checkpoints) -> None:
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    shape: dict[str, Any] = dict(zip(names, (3, 1, 4), strict=True))
-    scheduler = make_scheduler(agreeing.target, speculative_algorithm="COPY", **shape)
+    scheduler = make_scheduler(agreeing.target, **drafting("COPY", shape=(3, 1, 4)))
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logit_bias={33: 100.0})
     (answer,) = answer_all(scheduler, [(PROMPTS[0], params)])
     assert answer.tokens == [33] * 16

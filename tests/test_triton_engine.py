@@ -24,7 +24,7 @@ from specserve.attention.triton import TritonAttention
 from specserve.core import SamplingParams
 from specserve.methods import Lookahead
 from specserve.speculation.sampler import TritonSampling
-from tests.engines import Answer, Checkpoints, answer_all, make_scheduler
+from tests.engines import Answer, Checkpoints, answer_all, drafting, make_scheduler
 from tests.launches import followed
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import SMALL, make_assistant, make_gemma4
@@ -197,9 +197,7 @@ def test_other_layers_than_llama_s(
     settings = {
         "dtype": "float32",
         "chunked_prefill_size": 2 * longest // 3,
-        "speculative_algorithm": "NEXTN" if draft == target else "EAGLE3",
-        "speculative_draft_model_path": str(draft),
-        **dict(zip(SHAPE_NAMES, (3, 2, 6), strict=True)),
+        **drafting("NEXTN" if draft == target else "EAGLE3", draft, (3, 2, 6)),
     }
     prompts = [[(7 * i * i + 3 * i) % 64 for i in range(length)] for length in (10, longest)]
     params = [msgspec.structs.replace(each, max_tokens=3) for each in PARAMS[:2]]
@@ -211,6 +209,3 @@ def test_other_layers_than_llama_s(
     assert not launches.early
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert all(each.usage.drafted for each in found)
-
-
-SHAPE_NAMES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")

@@ -30,6 +30,7 @@ from specserve.config.speculation import resolve_speculation
 from specserve.layers.batch import Softmax
 from specserve.methods import JOIN
 from specserve.tools.reference import settings_reference
+from tests.engines import drafting, shaped
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(
@@ -109,13 +110,7 @@ def test_how_other_servers_are_told_to_speculate(tmp_path: Path) -> None:
         "draft_tensor_parallel_size": 1,
     }
     drawn = {**given, "rejection_sample_method": "synthetic"}
-    chain = Settings(
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path="d",
-        speculative_num_steps=3,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-    )
+    chain = Settings(**drafting("STANDALONE", Path("d"), (3, 1, 4)))
     file = tmp_path / "conf.yaml"
     file.write_text(json.dumps({"speculative-config": given}))
     for found in (
@@ -729,14 +724,7 @@ def test_flags_without_effect_are_noted(model: str) -> None:
     ],
 )
 def test_speculation_shapes(model: str, given: Any, architecture: Any, expected: Any) -> None:
-    steps, topk, tokens = given
-    settings = speculative(
-        model,
-        speculative_num_steps=steps,
-        speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=tokens,
-    )
-    found, notes = resolve(settings, architecture)
+    found, notes = resolve(speculative(model, **shaped(*given)), architecture)
     shape = (found.speculative_num_steps, found.speculative_eagle_topk, found.speculative_num_draft_tokens)
     assert shape == expected
     assert any("speculati" in note for note in notes) == (given != expected)
@@ -787,15 +775,8 @@ def test_drafts_are_read_in_8_bits_where_that_saves_bytes(
     ],
 )
 def test_speculation_shapes_that_fit_nothing(model: str, shape: Any, words: str) -> None:
-    steps, topk, tokens = shape
-    settings = speculative(
-        model,
-        speculative_num_steps=steps,
-        speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=tokens,
-    )
     with pytest.raises(ValueError, match=words):
-        resolve(settings, LLAMA)
+        resolve(speculative(model, **shaped(*shape)), LLAMA)
 
 
 @pytest.mark.parametrize(("name", "value"), [

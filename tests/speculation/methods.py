@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import lossless
 from benchmarks.lossless import Item, Models, Row, make_items, reference_texts, run_configuration
 from specserve.scheduler.scheduler import Scheduler
-from tests.engines import Checkpoints, Shape, answer_one, make_scheduler, record_drafts
+from tests.engines import Checkpoints, Shape, answer_one, drafting, make_scheduler, record_drafts
 from tests.reference import tree
 from tests.reference.decode import Request
 from tests.reference.models import load_checkpoint, save_checkpoint
@@ -49,14 +49,7 @@ def each_with_both(makes: Iterable[str], shapes: Sequence[Shape]) -> pytest.Mark
 
 
 def scheduler_of(method: str, target: Path, draft: Path, shape: Shape, **settings: Any) -> Scheduler:
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    return make_scheduler(
-        target,
-        speculative_algorithm=method,
-        speculative_draft_model_path=str(draft),
-        **dict(zip(names, shape, strict=True)),
-        **settings,
-    )
+    return make_scheduler(target, **drafting(method, draft, shape), **settings)
 
 
 @cache

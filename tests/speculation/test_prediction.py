@@ -24,6 +24,7 @@ from tests.engines import (
     answer_one,
     by_levels,
     context_of,
+    drafting,
     make_scheduler,
     priced,
     record_drafts,
@@ -263,12 +264,6 @@ def test_a_layer_of_the_target_drafts_what_is_predicted(tmp_path: Path) -> None:
     model = make_mimo(tmp_path / "mimo")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=21, ignore_eos=True)
     text = answer_one(make_scheduler(model), PROMPT, params).tokens
-    scheduler = make_scheduler(
-        model,
-        speculative_algorithm="MTP",
-        speculative_num_steps=3,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-    )
+    scheduler = make_scheduler(model, **drafting("MTP", shape=(3, 1, 4)))
     answer = answer_one(scheduler, PROMPT, msgspec.structs.replace(params, prediction=text))
     assert (answer.tokens, answer.runs) == (text, [1, 4, 4, 4, 4, 4])

@@ -18,7 +18,7 @@ from specserve.config.speculation import acceptance_rates
 from specserve.core import SamplingParams
 from specserve.models.read_config import load_model_config
 from specserve.scheduler.scheduler import Scheduler
-from tests.engines import Answer, Checkpoints, answer_all, answer_one, make_scheduler
+from tests.engines import Answer, Checkpoints, answer_all, answer_one, make_scheduler, shaped
 
 CHAIN, TREE = (3, 1, 4), (3, 3, 8)
 PROMPTS = [[1, 5, 9, 33], [7, 7, 2], [40, 3, 22, 9, 11, 8]]
@@ -119,7 +119,7 @@ def test_a_mean_needs_a_shape_that_reaches_it(
     model = load_model_config(random_models.target)
     with pytest.raises(ValueError, match=r"a mean of 2\.5 tokens a step needs --speculative-num-steps, "):
         resolve(settings(random_models, speculative_synthetic_acceptance="2.5"), model)
-    shape = {"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2}
+    shape = shaped(1, 1, 2)
     with pytest.raises(ValueError, match=r"at most 2 tokens, found 2\.5"):
         resolve(settings(random_models, speculative_synthetic_acceptance="2.5", **shape), model)
     for wrong in ("1.5,0.5", "x", "-1", "nan"):
