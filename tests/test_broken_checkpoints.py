@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specserve import LLM
+from specserve.attention import ATTENTION
+from tests.engines import shaped
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama, make_mimo, make_qwen2, make_qwen3
 
@@ -46,6 +48,9 @@ class Pair(NamedTuple):
         for name, value in self.settings.items():
             flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
         return flags
+
+
+Sound = dict[Callable[[Path], Pair], Pair]
 
 
 def plain(path: Path) -> Pair:
@@ -118,6 +123,10 @@ def no_field(name: str) -> Make:
     return apply
 
 
+def added(name: str) -> Make:
+    return tensors(lambda state: state.update({name: torch.zeros(32)}))
+
+
 def written(name: str, content: bytes) -> Make:
     return lambda path: (path / name).write_bytes(content) and None
 
@@ -183,6 +192,7 @@ class Case(NamedTuple):
     words: str
 
 
+LAYER, AUX = "midlayer", "eagle_aux_hidden_state_layer_ids"
 Q, WEIGHTS, BIN = "layers.1.self_attn.q_proj.weight", "model.safetensors", "pytorch_model.bin"
 OF_32 = "expected in model.safetensors, of shape [32, 32]"
 CASES = {
@@ -202,6 +212,24 @@ CASES = {
     "eagle3: no norm": Case(
         eagle3, missing("norm.weight"), f" has no tensor norm.weight: expected in {WEIGHTS}, of shape [32]"
     ),
+    "eagle: no q_proj": Case(
+        eagle, missing("layers.0.self_attn.q_proj.weight"), " has no tensor layers.0.self_attn.q_proj"
+    ),
+    "eagle3: no hidden_norm": Case(
+        eagle3, missing(f"{LAYER}.hidden_norm.weight"), " has no tensor layers.0.hidden_norm.weight"
+    ),
+    "eagle3: one bias alone": Case(
+        eagle3, added(f"{LAYER}.self_attn.q_proj.bias"), " has no tensor layers.0.self_attn.k_proj.bias"
+    ),
+    "eagle3: no head": Case(
+        eagle3,
+        missing("lm_head.weight"),
+        "/config.json: draft_vocab_size 24 does not fit lm_head.weight, which is missing",
+    ),
+    "target: attention_bias alone": Case(
+        plain, fields(attention_bias=True), " has no tensor layers.0.self_attn.q_proj.bias"
+    ),
+    "target: mlp_bias alone": Case(plain, fields(mlp_bias=True), " has no tensor layers.0.mlp.gate_proj.bias"),
     "eagle3: no d2t": Case(eagle3, missing("d2t"), ": tensor d2t is missing; a draft vocabulary of 24 tokens"),
     "mtp: no input_proj": Case(
         mimo,
@@ -237,7 +265,32 @@ CASES = {
         tensor("lm_head.weight", lambda t: t[:-1]),
         "/config.json: draft_vocab_size 24 does not fit lm_head.weight, which has 23 rows",
     ),
+    "eagle: fc of fewer columns": Case(
+        eagle, tensor("fc.weight", lambda t: t[:, :-1]), f"/{WEIGHTS}: tensor fc.weight has shape"
+    ),
+    "eagle3: o_proj of fewer rows": Case(
+        eagle3,
+        tensor(f"{LAYER}.self_attn.o_proj.weight", lambda t: t[:-1]),
+        f"/{WEIGHTS}: tensor layers.0.self_attn.o_proj.weight has shape [31, 32], expected [32, 32]",
+    ),
+    "eagle3: q_proj of fewer rows": Case(
+        eagle3, tensor(f"{LAYER}.self_attn.q_proj.weight", lambda t: t[:-1]), f"/{WEIGHTS}: q_proj has 31 rows"
+    ),
+    "eagle3: k_proj of fewer rows": Case(
+        eagle3,
+        tensor(f"{LAYER}.self_attn.k_proj.weight", lambda t: t[:-3]),
+        f"/{WEIGHTS}: q_proj has 32 rows and k_proj 13",
+    ),
+    "eagle3: a flat embedding": Case(
+        eagle3,
+        added("embed_tokens.weight"),
+        f"/{WEIGHTS}: tensor embed_tokens.weight has shape [32], expected [64, 32]",
+    ),
     # A file is cut off or damaged.
+    "target: empty": Case(plain, cut(WEIGHTS, 0), f"/{WEIGHTS} is not a readable safetensors file"),
+    "eagle: a config that is no utf-8": Case(
+        eagle, written("config.json", b"\xff\xfe{}"), "/config.json is not a readable JSON file"
+    ),
     "target: truncated": Case(plain, cut(WEIGHTS, -100), f"/{WEIGHTS} is not a readable safetensors file"),
     "target: header cut": Case(plain, cut(WEIGHTS, 40), f"/{WEIGHTS} is not a readable safetensors file"),
     "target: pointer of git lfs": Case(
@@ -282,6 +335,18 @@ CASES = {
         tensor("d2t", lambda t: t + 64),
         f"/{WEIGHTS}: tensor d2t must give strictly increasing target ids from 0 to 63",
     ),
+    "eagle3: d2t before": Case(
+        eagle3, tensor("d2t", lambda t: t - 64), f"/{WEIGHTS}: tensor d2t must give strictly increasing target ids"
+    ),
+    "eagle3: d2t of one token": Case(
+        eagle3, tensor("d2t", lambda t: -torch.arange(len(t))), f"/{WEIGHTS}: tensor d2t must give strictly increasing"
+    ),
+    "eagle3: d2t too short": Case(
+        eagle3, tensor("d2t", lambda t: t[:-1]), f"/{WEIGHTS}: tensor d2t is torch.int64 [23], expected int64 [24]"
+    ),
+    "eagle3: t2d too short": Case(
+        eagle3, tensor("t2d", lambda t: t[:-1]), f"/{WEIGHTS}: tensor t2d does not mark the target ids that d2t gives"
+    ),
     "eagle3: d2t swapped": Case(
         eagle3, tensor("d2t", swapped), f"/{WEIGHTS}: tensor d2t must give strictly increasing target ids"
     ),
@@ -291,6 +356,13 @@ CASES = {
     # The configuration lacks something, or is none.
     "target: no hidden_size": Case(
         plain, no_field("hidden_size"), "/config.json: hidden_size must be a positive integer, found None"
+    ),
+    **{
+        f"target: no {name}": Case(plain, no_field(name), f"/config.json: {name} must ")
+        for name in ("vocab_size", "num_hidden_layers", "architectures")
+    },
+    "eagle: no hidden_size": Case(
+        eagle, no_field("hidden_size"), "/config.json: hidden_size must be a positive integer, found None"
     ),
     "eagle: no num_attention_heads": Case(
         eagle, no_field("num_attention_heads"), "/config.json: num_attention_heads must be a positive integer"
@@ -339,6 +411,41 @@ CASES = {
         fields(quantization_config={"quant_method": "awq"}),
         "/config.json: quantization_config: bits must be 4, found None",
     ),
+    # A draft of a kind that is not known, or that contradicts itself.
+    "eagle: of two layers": Case(
+        eagle, added("layers.1.mlp.up_proj.weight"), " holds layers.0 to layers.1: a draft of one layer, "
+    ),
+    "eagle3: latent attention": Case(
+        eagle3, added(f"{LAYER}.self_attn.q_a_proj.weight"), ": multi-head latent attention (MLA) in a draft: not"
+    ),
+    "eagle3: experts": Case(
+        eagle3, added(f"{LAYER}.mlp.experts.0.up_proj.weight"), ": a mixture of experts in a draft: not supported"
+    ),
+    "eagle3: 5 heads": Case(
+        eagle3, fields(num_attention_heads=5, num_key_value_heads=1), f"/{WEIGHTS}: q_proj has 32 rows and k_proj 16"
+    ),
+    "eagle: gelu": Case(
+        eagle, fields(hidden_act="gelu"), "/config.json: hidden_act must be silu or gelu_pytorch_tanh, found 'gelu'"
+    ),
+    "eagle: skip_prenorm": Case(
+        eagle, fields(model={"skip_prenorm": False}), "/config.json: skip_prenorm false is not supported"
+    ),
+    "eagle: add_para_norm": Case(eagle, fields(add_para_norm=True), " has no tensor embedding_layernorm"),
+    "eagle3: norm_before_fc": Case(eagle3, fields(norm_before_fc=True), " has no tensor input_norm"),
+    "eagle3: fc_norm": Case(eagle3, fields(fc_norm=True), " has no tensor fc_norm"),
+    "eagle3: both norms": Case(
+        eagle3, fields(fc_norm=True, norm_before_fc=True), ": norm_before_fc and fc_norm exclude each other"
+    ),
+    "eagle3: two states": Case(
+        eagle3,
+        fields(eagle_config={AUX: [0, 1]}),
+        f"/{WEIGHTS}: tensor fc.weight has 96 columns, expected 64: 2 states of the target, 32 wide each",
+    ),
+    "eagle3: states in disorder": Case(
+        eagle3,
+        fields(eagle_config={AUX: [2, 0, 3]}),
+        f"/config.json: {AUX} resolve to [2, 0, 3]; expected increasing boundaries from 0",
+    ),
     # A draft that was made for another target, or is none.
     "eagle3: of another hidden size": Case(
         eagle3, of_another(hidden=48), "/config.json: hidden_size 48 does not fit the target's 32"
@@ -348,8 +455,11 @@ CASES = {
     ),
     "eagle3: of a deeper target": Case(
         eagle3,
-        fields(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}),
-        "/config.json: eagle_aux_hidden_state_layer_ids resolve to [2, 16, 29]; expected increasing boundaries from 0",
+        fields(eagle_config={AUX: [2, 16, 29]}),
+        f"/config.json: {AUX} resolve to [2, 16, 29]; expected increasing boundaries from 0",
+    ),
+    "eagle3: of another target_hidden_size": Case(
+        eagle3, fields(target_hidden_size=48), "/config.json: target_hidden_size 48 does not fit the target's 32"
     ),
     "mtp: a target without the layer": Case(
         mimo,
@@ -358,6 +468,14 @@ CASES = {
     ),
 }  # fmt: skip
 
+WRONG_FIELDS_OF_DRAFTS: list[tuple[str, Any, str]] = [
+    ("hidden_size", "wide", "must be a positive integer"),
+    ("intermediate_size", None, "must be a positive integer"),
+    ("num_attention_heads", 0, "must be a positive integer"),
+    ("norm_before_residual", "yes", "must be true or false"),
+    ("eagle_config", [2, 3], "must be an object"),
+    ("eagle_config", {AUX: "2,3"}, "must be a list of integers"),
+]
 WRONG_FIELDS: list[tuple[str, Any, str]] = [
     ("architectures", 1, "must name one architecture"),
     ("head_dim", "wide", "must be a positive integer or null"),
@@ -375,7 +493,7 @@ WRONG_FIELDS: list[tuple[str, Any, str]] = [
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[[Path], Pair], Pair]:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
     """Pairs that load, made once; a test breaks its copy."""
     return {make: make(tmp_path_factory.mktemp(make.__name__)) for make in MAKERS}
 
@@ -396,7 +514,7 @@ def copied(pair: Pair, to: Path) -> Pair:
     return Pair(target, copy(pair.draft, "draft"), pair.algorithm)
 
 
-def broken(name: str, sound: dict[Callable[[Path], Pair], Pair], path: Path) -> tuple[Pair, str]:
+def broken(name: str, sound: Sound, path: Path) -> tuple[Pair, str]:
     """A pair that the case has broken, and what is to be said."""
     case = CASES[name]
     pair = copied(sound[case.make], path)
@@ -405,13 +523,13 @@ def broken(name: str, sound: dict[Callable[[Path], Pair], Pair], path: Path) -> 
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_unbroken_ones_load(make: Callable[[Path], Pair], sound: dict[Callable[[Path], Pair], Pair]) -> None:
+def test_unbroken_ones_load(make: Callable[[Path], Pair], sound: Sound) -> None:
     with LLM(str(sound[make].target), **sound[make].settings) as llm:
         assert llm.settings.speculative_algorithm == sound[make].algorithm
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_refused(name: str, sound: dict[Callable[[Path], Pair], Pair], tmp_path: Path) -> None:
+def test_refused(name: str, sound: Sound, tmp_path: Path) -> None:
     pair, words = broken(name, sound, tmp_path)
     with pytest.raises(ValueError, match=re.escape(words)) as found:
         LLM(str(pair.target), **pair.settings)
@@ -419,22 +537,70 @@ def test_refused(name: str, sound: dict[Callable[[Path], Pair], Pair], tmp_path:
     assert not Payload.ran
 
 
-@pytest.mark.parametrize(("field", "value", "words"), WRONG_FIELDS, ids=str)
+@pytest.mark.parametrize(
+    ("make", "field", "value", "words"),
+    [*((plain, *each) for each in WRONG_FIELDS), *((eagle3, *each) for each in WRONG_FIELDS_OF_DRAFTS)],
+)
 def test_wrong_fields_are_named(
-    field: str, value: Any, words: str, sound: dict[Callable[[Path], Pair], Pair], tmp_path: Path
+    make: Callable[[Path], Pair],
+    field: str,
+    value: Any,
+    words: str,
+    sound: Sound,
+    tmp_path: Path,
 ) -> None:
-    pair = copied(sound[plain], tmp_path)
-    fields(**{field: value})(pair.target)
-    shown = value["rope_theta"] if isinstance(value, dict) else value
-    named = "rope_theta" if isinstance(value, dict) else field
-    expected = f"{pair.target}/config.json: {named} {words}, found {shown!r}"
+    pair = copied(sound[make], tmp_path)
+    fields(**{field: value})(pair.draft)
+    ((named, shown),) = value.items() if isinstance(value, dict) else [(field, value)]
+    expected = f"{pair.draft}/config.json: {named} {words}, found {shown!r}"
     with pytest.raises(ValueError, match=re.escape(expected)):
         LLM(str(pair.target), **pair.settings)
 
 
-def test_the_server_ends_before_it_is_ready(
-    sound: dict[Callable[[Path], Pair], Pair], tmp_path: Path
+@pytest.mark.parametrize(("make", "given"), [(eagle, "EAGLE3"), (eagle3, "EAGLE")])
+def test_one_kind_for_the_other(make: Callable[[Path], Pair], given: str, sound: Sound) -> None:
+    pair = sound[make]
+    words = f"{pair.draft} holds an {pair.algorithm} head; .*algorithm is {given}"
+    with pytest.raises(ValueError, match=words):
+        LLM(str(pair.target), **pair._replace(algorithm=given).settings)
+
+
+@pytest.mark.parametrize("more", [1, 8])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_vocabulary_with_tokens_after_the_targets(
+    own: bool, more: int, sound: Sound, tmp_path: Path
 ) -> None:
+    """As many that are added to a tokenizer; 8 make another one."""
+    pair = copied(sound[eagle3], tmp_path)
+    embedding = {"embed_tokens.weight": torch.zeros(64 + more, 32)} if own else {}
+    tensors(lambda state: state.update(embedding, t2d=torch.cat([state["t2d"], torch.zeros(more) > 0])))(
+        pair.draft
+    )
+    fields(vocab_size=64 + more)(pair.draft)
+    if more == 1:
+        LLM(str(pair.target), **pair.settings).close()
+        return
+    with pytest.raises(ValueError, match="it was made for another tokenizer"):
+        LLM(str(pair.target), **pair.settings)
+
+
+def test_more_branches_than_draft_tokens(sound: Sound) -> None:
+    pair = sound[eagle3]
+    with pytest.raises(ValueError, match=r"--speculative-eagle-topk: .*draft has 24 tokens, found 25"):
+        LLM(str(pair.target), **pair.settings, **shaped(1, 25, 3))
+
+
+def test_heads_that_the_backend_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known when the draft is loaded; here Triton's kernels are what a CPU gets."""
+    target = make_llama(tmp_path / "target", hidden=64, heads=2)
+    draft = make_eagle3(tmp_path / "draft", target, heads=4, kv_heads=4)
+    monkeypatch.setitem(ATTENTION, "torch", ATTENTION["triton"])
+    words = r"--attention-backend triton cannot serve the draft's 4 KV heads of size 16: the head size .*; use torch"
+    with pytest.raises(ValueError, match=words):
+        LLM(str(target), dtype="float32", **Pair(target, draft, "EAGLE3").settings)
+
+
+def test_the_server_ends_before_it_is_ready(sound: Sound, tmp_path: Path) -> None:
     pair, words = broken("eagle3: d2t beyond", sound, tmp_path)
     environ = {key: value for key, value in os.environ.items() if not key.startswith("SPECSERVE_")}
     environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
@@ -447,7 +613,7 @@ def test_the_server_ends_before_it_is_ready(
     assert READY not in run.stdout + run.stderr
 
 
-def test_all_tokens_need_no_marks(sound: dict[Callable[[Path], Pair], Pair], tmp_path: Path) -> None:
+def test_all_tokens_need_no_marks(sound: Sound, tmp_path: Path) -> None:
     """EAGLE's own files of a whole vocabulary have buffers that nobody filled: that is no fault."""
     target, draft = copied(sound[plain], tmp_path).target, tmp_path / "draft"
     make_eagle3(draft, target, safetensors=True)
