@@ -41,20 +41,26 @@ _FOLD = {"X": 64, "num_warps": 4}
 _PROMPTS = {"C": 32, "S": 32, "X": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 _FEW = {"C": 32, "S": 32, "X": 64, "num_warps": 4, "num_stages": 3}  # few prompts, on more processors
 _FEW_TOKENS = 2048  # of a captured launch, whose 16 runs are mostly empty
-_NODES = {"C": 32, "S": 32, "X": 128, "num_warps": 8}
+_NODES = {"C": 32, "S": 32, "X": 128, "num_warps": 4}
+_FEW_NODES = {"C": 32, "S": 32, "X": 64, "num_warps": 8}
 _WIDE = {"C": 16, "S": 16, "X": 64, "num_warps": 4}  # of entries that tensor cores do not multiply
 
 
 def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
     if takes(kept, runs):
         return delta_steps(inputs, kept, runs, made_TVU)
-    return _run(inputs, kept, runs, made_TVU, _NODES, prompts=False)
+    parts = _FEW_NODES if _has_room(runs, made_TVU) else _NODES
+    return _run(inputs, kept, runs, made_TVU, parts, prompts=False)
 
 
 def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
-    tokens, heads, _ = made_TVU.shape
-    few = tokens <= _FEW_TOKENS or len(runs.rows_B) * heads <= limits_of(made_TVU.device).processors
+    few = len(made_TVU) <= _FEW_TOKENS or _has_room(runs, made_TVU)
     return _run(inputs, kept, runs, made_TVU, _FEW if few else _PROMPTS, prompts=True)
+
+
+def _has_room(runs: Runs, made_TVU: Tensor) -> bool:
+    """Return whether processors would be left over."""
+    return len(runs.rows_B) * made_TVU.shape[1] <= limits_of(made_TVU.device).processors
 
 
 def _run(
@@ -66,7 +72,7 @@ def _run(
         parts = _WIDE
     cut = _cut(parts, kept)
     grid = len(runs.rows_B), heads, cdiv(size, cut["X"])
-    room = inputs.decay_TV.new_empty(math.prod(grid), 2 * TILE * (TILE + prompts * 2 * cut["X"]))
+    room = inputs.decay_TV.new_empty(math.prod(grid), 2 * TILE * (TILE + (2 if prompts else 4) * cut["X"]))
     _delta_kernel[grid](
         *inputs,
         out_TVU,
@@ -385,22 +391,27 @@ def _read_group(
 
 
 @triton.jit
+def _store_given(room_RX, sum_RX, low_RX, is_key_R, value_RX):
+    sum_RX += low_RX
+    tl.store(room_RX, tl.where(is_key_R[:, None], value_RX - sum_RX, sum_RX))
+
+
+@triton.jit
 def _substitute(
-    weights, sum_RX, own_RX, is_key_R, value_RX, beta, out, made, token, begin, end, channel_X,
-    V: tl.constexpr, U: tl.constexpr,
+    weights, beta, out, made, position_ptr, token, begin, end, group, channel_X,
+    PROMPTS: tl.constexpr, V: tl.constexpr, U: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Do the rest for 16 tokens of which none waits for others' groups: by vectors, one for each row, that go
-    from thread to thread through the room after ``weights``."""
-    R: tl.constexpr = own_RX.shape[0]
-    X: tl.constexpr = own_RX.shape[1]
-    index_R, index_X, rows = tl.arange(0, R), tl.arange(0, X), weights + R * _TILE
-    at_RX = index_R[:, None] * X + index_X[None, :]
-    tl.store(rows + at_RX, tl.where(is_key_R[:, None], value_RX - sum_RX, sum_RX))
-    tl.store(rows + R * X + at_RX, own_RX)
-    tl.debug_barrier()
-    given, own, factors, made_by = (), (), (), ()
+    """Do the rest for those of 16 tokens that are in a group: by vectors, one for each row, from the room after
+    ``weights``, where first those without and then those with entries of the group are."""
+    X: tl.constexpr = channel_X.shape[0]
+    index_X, rows = tl.arange(0, X), weights + R * _TILE
+    given, own, here, factors, made_by = (), (), (), (), ()
     for c in tl.static_range(_TILE):
         there = (begin <= c) & (c < end)
+        if not PROMPTS:
+            position = tl.load(position_ptr + token + c, mask=there, other=-1).to(tl.int32)
+            there = there & (position // _TILE * _TILE == group)
+        here += (there,)  # type: ignore[assignment]
         factors += (tl.load(beta + (token + c) * V, mask=there, other=0.0),)  # type: ignore[assignment]
     for r in tl.static_range(R):
         given += (tl.load(rows + r * X + index_X),)  # type: ignore[assignment]
@@ -418,7 +429,7 @@ def _substitute(
         made_by += (new_X,)  # type: ignore[assignment]
     for c in tl.static_range(_TILE):  # stores last: loads do not overtake them
         at_X = (token + c) * (V * U) + channel_X
-        mask_X = (begin <= c) & (c < end) & (channel_X < U)
+        mask_X = here[c] & (channel_X < U)
         tl.store(made + at_X, made_by[c], mask=mask_X)
         tl.store(out + at_X, given[_TILE + c] + own[_TILE + c], mask=mask_X)
     tl.debug_barrier()
@@ -445,7 +456,7 @@ def _delta_kernel(
     q_start,  # [B + 1]
     position_ptr,  # [T]
     back,  # [T, E]
-    room,  # [programs, R * 16], and 2 * R * X more for prompts
+    room,  # [programs, R * (16 + 2 * X)], of nodes with 4 * X
     tokens,  # T
     J: tl.constexpr,
     V: tl.constexpr,
@@ -477,7 +488,7 @@ def _delta_kernel(
     state_at = state_ptr + (row * V + v) * (D * U)
     begin = _lag(length, BLOCK)
     program = (tl.program_id(2) * tl.num_programs(1) + v) * tl.num_programs(0) + b
-    weights = room + program.to(tl.int64) * (R * (_TILE + 2 * X if PROMPTS else _TILE))
+    weights = room + program.to(tl.int64) * (R * (_TILE + (2 if PROMPTS else 4) * X))
     wait_for_inputs(OVERLAP)
     if b == tl.num_programs(0) - 1:  # unused nodes
         for unused in range(end, tokens, R):
@@ -521,7 +532,6 @@ def _delta_kernel(
                 tile - skipped, group, first, end, length, key, kept_key, kept_value, back, position_ptr, token_R,
                 live_R, position_R, decays_R, channel_X, PROMPTS, KEYS, VALUES, E, D, U,
             )  # fmt: skip
-            beta_R = tl.load(beta + token_R * V).to(tl.float32)
             at_RX = token_R[:, None] * VALUES + channel_X[None, :]
             mask_RX = live_R[:, None] & (channel_X < U)[None, :]
             is_key_RX = mask_RX & is_key_R[:, None]
@@ -562,38 +572,17 @@ def _delta_kernel(
                     own_RX = _add_in_order(own_RX, _weighted(x_RD, key_CD, weight_RC), value_CX)
 
             # The tile's own, one after the other.
+            room_RX = weights + R * _TILE + index_R[:, None] * X + tl.arange(0, X)[None, :]
             tl.store(weights + index_R[:, None] * _TILE + index_T[None, :], own_RT)
-            tl.debug_barrier()
+            _store_given(room_RX, sum_RX, low_RX, is_key_R, value_RX)
+            tl.store(room_RX + R * X, own_RX)
+            token, skip = (first + tile - skipped).to(tl.int64), skipped - tile
             if PROMPTS:
-                _substitute(
-                    weights, sum_RX + low_RX, own_RX, is_key_R, value_RX, beta, out + v * U, made,
-                    (first + tile - skipped).to(tl.int64), skipped - tile, end - first + skipped - tile, channel_X, V,
-                    U,
-                )  # fmt: skip
-            else:
-                made_RX, deepest = tl.zeros_like(value_RX), tl.max(tl.where(live_R, position_R, 0), 0)
-                for c in range(tl.minimum(end - first - tile, _TILE)):
-                    if deepest // _TILE * _TILE > group:  # groups that nodes on its path complete
-                        token = (first + tile + c).to(tl.int64)
-                        position = tl.load(position_ptr + token).to(tl.int32)
-                        if position // _TILE * _TILE > group:
-                            tl.store(made + at_RX, made_RX, mask=is_key_RX & (index_R < c)[:, None])
-                            tl.debug_barrier()
-                            sum_RX, low_RX = _add_groups(
-                                sum_RX, low_RX, x_RD, group, position, index_R % _TILE == c, first, length, key, made,
-                                kept_key, kept_value, back + token * E, position_R, decays_R, channel_X, KEYS, VALUES,
-                                E, D, U,
-                            )  # fmt: skip
-                    this_R1 = (index_R == c)[:, None]
-                    new_RX = beta_R[:, None] * (value_RX - (sum_RX + low_RX) - own_RX)
-                    new_X = tl.sum(tl.where(this_R1, new_RX, 0.0), 0).to(made.dtype.element_ty).to(tl.float32)
-                    made_RX = tl.where(this_R1, new_X[None, :], made_RX)
-                    own_RX = _add(own_RX, tl.load(weights + index_R * _TILE + c), new_X)
-                tl.store(made + at_RX, made_RX, mask=is_key_RX)
-                out_RX = (sum_RX + low_RX) + own_RX
-                tl.store(out + v * U + at_RX, out_RX, mask=mask_RX & ~is_key_R[:, None])
                 tl.debug_barrier()
-            if PROMPTS:
+                _substitute(
+                    weights, beta, out + v * U, made, position_ptr, token, skip, end - first + skip, group, channel_X,
+                    PROMPTS, V, U, R,
+                )  # fmt: skip
                 after = tl.minimum(group + _TILE, length + end - first)
                 if _lag(after, BLOCK) > begin:
                     entries, whole = _weigh(
@@ -603,3 +592,28 @@ def _delta_kernel(
                     _store_folded(state_at, begin, entries, whole, channel_X, D, U)
                     begin = _lag(after, BLOCK)
                     tl.debug_barrier()
+            else:
+                deepest = tl.max(tl.where(live_R, position_R, 0), 0) // _TILE * _TILE
+                if deepest > group:
+                    tl.store(room_RX + 2 * R * X, sum_RX)
+                    tl.store(room_RX + 3 * R * X, low_RX)
+                tl.debug_barrier()
+                for turn in range(group, deepest + 1, _TILE):
+                    if turn > group:  # groups that nodes on its path complete
+                        x_RD = _read_rows(x_R, 0, live_R, D)
+                        sum_RX, low_RX = tl.load(room_RX + 2 * R * X), tl.load(room_RX + 3 * R * X)
+                        for c in range(tl.minimum(end - first - tile, _TILE)):
+                            position = tl.load(position_ptr + token + c).to(tl.int32)
+                            if position // _TILE * _TILE == turn:
+                                sum_RX, low_RX = _add_groups(
+                                    sum_RX, low_RX, x_RD, group, position, index_R % _TILE == c, first, length, key,
+                                    made, kept_key, kept_value, back + (token + c) * E, position_R, decays_R,
+                                    channel_X, KEYS, VALUES, E, D, U,
+                                )  # fmt: skip
+                        value_RX = tl.load(value + v * U + at_RX, mask=is_key_RX, other=0.0).to(tl.float32)
+                        _store_given(room_RX, sum_RX, low_RX, is_key_R, value_RX)
+                        tl.debug_barrier()
+                    _substitute(
+                        weights, beta, out + v * U, made, position_ptr, token, skip, end - first + skip, turn,
+                        channel_X, PROMPTS, V, U, R,
+                    )  # fmt: skip
