@@ -20,7 +20,7 @@ from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Left, 
 from specserve_kernels.reference.recurrent.inputs import EPS, NEVER
 
 _CHANNELS = 1024  # of a program
-FEW, _RUN = 256, 8  # tokens of a launch whose programs have one each, and of a program in a larger one
+FEW, _RUN = 128, 8  # tokens of a launch whose programs have one each, and most of a program in a larger one
 _EPS, _NEVER = tl.constexpr(EPS), tl.constexpr(NEVER)
 _HEADS = 16  # of a program that adds decays
 _TOKENS = 16  # of a program
@@ -60,7 +60,7 @@ def delta_inputs(
     entries = kept_REV.shape[1]
     beta_TV, decays_TVE = rate_V.new_empty(tokens, values), rate_V.new_empty(tokens, values, entries)
     many, few = max(_CHANNELS // size, 1), min(_HEADS, next_power_of_2(values))
-    run = 1 if tokens <= FEW else _RUN
+    run = min(next_power_of_2(cdiv(tokens, FEW)), _RUN)
     parts = 2 * cdiv(heads, many) + cdiv(values * width, many * size)
     _inputs_kernel[(cdiv(tokens, run), parts + cdiv(values, few))](
         x_TC,
