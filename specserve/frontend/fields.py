@@ -214,12 +214,7 @@ def _depth(location: Sequence[Any]) -> tuple[list[int], int]:
 
 def param_of(location: Sequence[Any]) -> str:
     """Turn a pydantic location, which also contains union members, into a path such as ``messages.0.content``."""
-    parts = (str(part) for part in location if not isinstance(part, str) or not _is_tag(part))
-    return ".".join(parts)
-
-
-def _is_tag(part: str) -> bool:
-    return part in _UNION_TAGS or "[" in part
+    return ".".join(part for part in map(str, location) if part not in _UNION_TAGS and "[" not in part)
 
 
 def _words(error: Any) -> str:

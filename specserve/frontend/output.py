@@ -260,7 +260,8 @@ class StopFinder:
             before = self._take(place[0])
             self._held, self._shown = "", []
             return before + (self.found if self._included else ""), True
-        return self._take(len(whole) - self._possible_start(whole)), False
+        held = max((overlap(whole, stop) for stop in self._stops), default=0)  # a stop string may begin there
+        return self._take(len(whole) - held), False
 
     def flush(self) -> str:
         """Return the text held back, after the last piece."""
@@ -283,7 +284,3 @@ class StopFinder:
             return None
         end, start = min(found)
         return start, end
-
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that is the incomplete beginning of a stop string."""
-        return max((overlap(text, stop) for stop in self._stops), default=0)

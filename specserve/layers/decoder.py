@@ -80,14 +80,10 @@ class Attention(nn.Module):
         key_D = None if self.k_norm is None else self.k_norm.weight
         return HeadNorms(self.q_norm.weight, key_D, self.q_norm.eps, self.normed_values)
 
-    @property
-    def kv_from(self) -> int:
-        """Index of the projection's first output that belongs to keys or values."""
-        return self.query_parts * self.config.num_heads * self.config.head_dim
-
     def project_kv(self, x_TI: Tensor | Rounded) -> tuple[Tensor, HeadNorms | None]:
         """Return only keys and values ``[T, 2 * kv heads, D]``, neither normalized nor rotated, and their norms."""
-        kv = self.qkv_proj.outputs_from(self.kv_from, x_TI)
+        queries = self.query_parts * self.config.num_heads * self.config.head_dim
+        kv = self.qkv_proj.outputs_from(queries, x_TI)
         return kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim)), self.head_norms
 
 

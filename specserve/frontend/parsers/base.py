@@ -153,7 +153,7 @@ class CallParser(Parser):
                 break
             size, calls = found
             if calls:
-                self._prose.next_to_call()
+                self._prose.next_to_call = True
             self._no_calls |= self.either and not calls and not begun and bool(self._text[:size].strip())
             events += calls if calls or begun else self._prose.add(self._text[:size])
             self._text = self._text[size:]
@@ -210,7 +210,7 @@ class _Prose:
 
     def __init__(self) -> None:
         self._white = ""
-        self._next_to_call = False
+        self.next_to_call = False
 
     def add(self, text: str) -> list[Event]:
         body = text.rstrip()
@@ -219,11 +219,8 @@ class _Prose:
             self._white += white
             return []
         found = Content(self._white + body)
-        self._white, self._next_to_call = white, False
+        self._white, self.next_to_call = white, False
         return [found]
 
-    def next_to_call(self) -> None:
-        self._next_to_call = True
-
     def finish(self) -> list[Event]:
-        return [] if self._next_to_call or not self._white else [Content(self._white)]
+        return [] if self.next_to_call or not self._white else [Content(self._white)]

@@ -15,6 +15,7 @@ import numpy as np
 
 from specserve.config import make_settings, resolve_paths
 from specserve.config.notes import log_notes
+from specserve.config.sources import exit_code
 from specserve.frontend.tokenizer import load_tokenizer
 from specserve.models.draft.token_map import read_token_map
 from specserve.models.read_config import load_model_config
@@ -33,20 +34,16 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the map and print its coverage; return the exit code."""
     args = parse_args(argv)
-    try:
-        check_output("--output", args.output, {"--data": args.data, "--map": args.map})
-        model_path = model_directory(args.model_path, args.revision)
-        ranking = _ranking(args, model_path)
-        size = default_size(len(ranking.counts_V)) if args.size is None else args.size
-        write_map(args.output, ranking.best(size))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: _write(args))
+
+
+def _write(args: argparse.Namespace) -> None:
+    check_output("--output", args.output, {"--data": args.data, "--map": args.map})
+    ranking = _ranking(args, model_directory(args.model_path, args.revision))
+    size = default_size(len(ranking.counts_V)) if args.size is None else args.size
+    write_map(args.output, ranking.best(size))
     print(f"{args.output}: {size} of {len(ranking.counts_V)} ids, {len(ranking.kept)} of them special")
     print(_coverage(ranking, size))
-    return 0
 
 
 def model_directory(given: str | None, revision: str | None) -> Path:
