@@ -1,4 +1,4 @@
-"""Checkpoints: saving and loading targets, and the errors for those that do not fit."""
+"""Checkpoints: saving and loading targets, and which of several copies is read."""
 
 from __future__ import annotations
 
@@ -54,48 +54,6 @@ def test_a_saved_target_computes_what_transformers_computes(tmp_path: Path, tied
     for begin, end in pairwise(bounds):
         expected = theirs(batch.tokens_T[None, begin:end]).logits[0]
         torch.testing.assert_close(loaded.logits(hidden[begin:end]), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_shards_and_pickles_load_alike(tmp_path: Path) -> None:
-    target = tiny_target()
-    save_target(target, tiny_config(), tmp_path, torch.float32)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file)
-    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    sharded = load_target(tmp_path, torch.float32, CPU)
-    for file in (*shards, "model.safetensors.index.json"):
-        (tmp_path / file).unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    pickled = load_target(tmp_path, torch.float32, CPU)
-    for name, parameter in target.named_parameters():
-        torch.testing.assert_close(sharded.get_parameter(name), parameter, rtol=0, atol=0)
-        torch.testing.assert_close(pickled.get_parameter(name), parameter, rtol=0, atol=0)
-
-
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    save_target(tiny_target(), tiny_config(), tmp_path, torch.float32)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    key = "model.layers.1.self_attn.k_proj.weight"
-    save_file({**tensors, key: torch.zeros(3, 16)}, path)
-    with pytest.raises(
-        ValueError, match=r"model.safetensors: tensor layers.1.*k_proj.weight has shape \[3, 16\]"
-    ):
-        load_target(tmp_path, torch.float32, CPU)
-    save_file({name: tensor for name, tensor in tensors.items() if name != key}, path)
-    with pytest.raises(ValueError, match=r"has no tensor layers.1.self_attn.k_proj.weight"):
-        load_target(tmp_path, torch.float32, CPU)
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"model.safetensors is not a readable safetensors file"):
-        load_target(tmp_path, torch.float32, CPU)
-    path.unlink()
-    with pytest.raises(ValueError, match="has no weights"):
-        load_target(tmp_path, torch.float32, CPU)
 
 
 def test_names_are_canonical(tmp_path: Path) -> None:
