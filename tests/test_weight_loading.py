@@ -21,10 +21,11 @@ from specserve.config import Settings, make_settings
 from specserve.engine.memory import count_bytes
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
-from specserve.models import checkpoint
+from specserve.models import checkpoint, tensor_files
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
+from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, expected_memory
 from tests.engines import held_as_on_a_gpu
@@ -261,6 +262,24 @@ def test_a_file_in_shards_and_a_pickle(plain: Path, tmp_path: Path, dialect: str
         save_file({name: each for name, each in tensors.items() if places[name] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert torch.equal(logits_of(load(path)), expected)
+
+
+def test_a_file_is_mapped_again_for_many_numbers_not_for_each_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes as long as reading all names in it: many minutes for a thousand experts."""
+    for shard in range(6):
+        tensors = {f"{shard}.{number}": torch.full((4,), number) for number in range(64)}
+        save_file(tensors, tmp_path / f"{shard}.safetensors")
+    with patch.object(tensor_files, "safe_open", wraps=tensor_files.safe_open) as opened:
+        files = TensorFiles(tmp_path)
+        for at_once, times in ((4, 6), (1, 24)):
+            monkeypatch.setattr(tensor_files, "AT_ONCE", at_once)
+            opened.reset_mock()
+            assert all(
+                torch.equal(files[f"{n % 6}.{n // 6}"], torch.full((4,), n // 6)) for n in range(6 * 64)
+            )
+            assert opened.call_count == times
 
 
 @pytest.mark.parametrize("dialect", ["awq", "gptq asymmetric", "W4A16 act order", "compressed FP8 an output"])

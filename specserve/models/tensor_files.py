@@ -19,6 +19,7 @@ import re
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ _EXPERTS = re.compile(
 EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")  # its number
 _DIMENSIONS = {"weight": 3, "bias": 2, "blocks": 4, "scales": 3}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
-SMALL = 1 << 24  # bytes of a file that is mapped once for all of its tensors
+AT_ONCE = 1 << 13  # numbers that are read for each name in a file until it is mapped again
+_MAPPED = 8  # files
 
 
 class Header(NamedTuple):
@@ -91,8 +93,9 @@ def _projections(experts: str, fused: str) -> list[str]:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint directory by canonical name. Each safetensors tensor is mapped separately, but those
-    of a ``SMALL`` file, and released after use, so memory never holds a whole copy of the weights."""
+    """The tensors of a checkpoint directory by canonical name. What is read of safetensors is mapped, and released
+    soon after use, so memory never holds a whole copy of the weights. Not after each tensor: to map a file takes as
+    long as reading a thousand numbers for each of its names."""
 
     verb = "read"
 
@@ -103,6 +106,8 @@ class TensorFiles:
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
         self._opened: dict[Path, Any] = {}  # for their headers
+        self._mapped: dict[Path, tuple[Any, int]] = {}  # for reading, and how many numbers more
+        self._mapping = Lock()  # threads read tensors
         self._parts: dict[str, _Part] = {}  # of fused tensors
         listed, assigned = weight_files(path)
         self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
@@ -202,20 +207,28 @@ class TensorFiles:
         if name in self._parts or file in self._pickled:
             found = self._reader(name)
         else:
-            found = self._opening(file).get_tensor(stored)
+            found = self._map(file, stored).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
 
     def _reader(self, name: str) -> Any:
         """Return the tensor, or an object that reads parts of it."""
         file, stored = self.file(name), self._files[name][1]
-        found = (
-            self._pickled[file][stored] if file in self._pickled else self._opening(file).get_slice(stored)
-        )
+        pickled = self._pickled.get(file)
+        found = pickled[stored] if pickled is not None else self._map(file, stored).get_slice(stored)
         return self._parts[name].of(found) if name in self._parts else found
 
-    def _opening(self, file: Path) -> Any:
-        return self._opened[file] if file.stat().st_size <= SMALL else _open_safetensors(file)
+    def _map(self, file: Path, stored: str) -> Any:
+        """Return a file that is mapped, to read one of its tensors."""
+        with self._mapping:
+            mapped, left = self._mapped.pop(file, (None, 0))
+            if left <= 0:
+                mapped = _open_safetensors(file)
+                left = AT_ONCE * len(mapped.keys())
+            self._mapped[file] = mapped, left - math.prod(self._opened[file].get_slice(stored).get_shape())
+            if len(self._mapped) > _MAPPED:
+                del self._mapped[next(iter(self._mapped))]
+        return mapped
 
     def check(self, name: str, target: Tensor, cut: Cut | None = None) -> None:
         """Raise ValueError naming the file if there is no tensor ``name`` of which a parameter's ``target`` can be the
