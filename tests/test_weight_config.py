@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec, module_from_spec
@@ -19,6 +20,7 @@ from torch import Tensor
 from specserve.config import make_settings
 from specserve.layers.formats import stored
 from specserve.layers.formats.awq import AwqLayout
+from specserve.layers.formats.fp8 import named_by
 from specserve.layers.formats.gptq import GptqLayout
 from specserve.layers.formats.pack_quantized import PackQuantizedLayout
 from specserve.models.read_config import load_model_config
@@ -454,3 +456,18 @@ def test_a_flag_that_says_what_the_checkpoint_is(
         ValueError, match="the checkpoint is not quantized; accepted are none, fp8, int8, int4"
     ):
         resolve_engine(replace(settings, model_path=str(plain)))
+
+
+def test_long_lists_of_what_is_left_out_are_read_in_no_time() -> None:
+    """As long as those of models with hundreds of experts in each layer, which are compared with each module."""
+    left = [f"model.layers.{layer}.linear_attn.{part}" for layer in range(100) for part in "abcdefghij"]
+    named, modules = (
+        named_by([*left, "head", "model.vision"], ["*.mtp.?"]),
+        [f"model.layers.{n}" for n in range(10**4)],
+    )
+    begin = time.process_time()
+    assert not any(map(named, modules))
+    assert time.process_time() - begin < 1
+    yes = "lm.head", "head", "head.0", "model.vision.0.q_proj", left[0], f"{left[0]}.b", "a.mtp.b"
+    assert all(map(named, yes))
+    assert not any(map(named, ("lm_head", "model", "model.vision_0", "a.mtp.bc")))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -91,6 +90,6 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     group = group_of(config, "q_group_size" if old else "group_size")
     modules = modules_with(files, "qweight")
     layouts = {module: AwqLayout(group, scales_of(files, f"{module}.scales")) for module in modules}
-    left = texts(config, "modules_to_not_convert")
-    check_left_out(layouts, "modules_to_not_convert", partial(named_by, left=left))
+    field = "modules_to_not_convert"
+    check_left_out(layouts, field, named_by(texts(config, field)))
     return stored_weights("awq", layouts, ())

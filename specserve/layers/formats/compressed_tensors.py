@@ -54,6 +54,7 @@ _FORMATS = (
 )
 _ORDERS = (True, False, "group", "dynamic", "weight", "static")
 _STATUS = ("compressed", "frozen")
+_CLASSES = "Linear", "Embedding"
 _INT8, _INT4, _FLOAT8 = {"strategy": "channel"}, {"num_bits": 4, "group_size": 128}, {"type": "float"}
 _NVFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "group", "group_size": 32}
@@ -142,8 +143,13 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     groups = [_group(config, name, fields) for name, fields in given.items()]
     groups = [group for group in groups if group.fields.get("weights") is not None]
     modules = modules_with(files, "weight_scale")
-    left = texts(config, "ignore")
-    check_left_out(modules, "ignore", lambda module: any(_rank(module, each) is not None for each in left))
+    left = {*texts(config, "ignore")}
+    others = [each for each in left if each.startswith("re:") or each in _CLASSES]
+    check_left_out(
+        modules,
+        "ignore",
+        lambda module: module in left or any(_rank(module, each) is not None for each in others),
+    )
     layouts = {module: _layout_of(full_name(module), groups) for module in modules}
     for module, layout in layouts.items():
         if isinstance(layout, PackQuantizedLayout):
@@ -239,4 +245,4 @@ def _rank(module: str, target: str) -> int | None:
         return 0
     if target.startswith("re:"):
         return 1 if matches(target.removeprefix("re:"), module) else None
-    return 2 if target == ("Embedding" if "embed_tokens" in module else "Linear") else None
+    return 2 if target == _CLASSES["embed_tokens" in module] else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any, ClassVar
 
 import torch
@@ -91,9 +90,5 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     layouts: dict[str, Layout] = dict.fromkeys(
         modules_with(files, "blocks"), Float4Layout("blocks", "scales")
     )
-
-    def leaves_out(module: str) -> bool:
-        return named_by(module, left) or any(fnmatch(module, f"{name}*") for name in left)
-
-    check_left_out(layouts, "modules_to_not_convert", leaves_out)
+    check_left_out(layouts, "modules_to_not_convert", named_by(left, (f"{name}*" for name in left)))
     return stored_weights("mxfp4", layouts, ())

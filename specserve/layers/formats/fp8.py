@@ -7,9 +7,10 @@ Scales of activations (``input_scale``, ``activation_scale``) are not used: see 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,13 +92,21 @@ def _read(
 ) -> StoredWeights:
     layouts: dict[str, Layout] = dict.fromkeys(modules_with(names, layout.scale), layout)
     for field in ("modules_to_not_convert", "ignored_layers"):
-        check_left_out(layouts, field, partial(named_by, left=texts(config, field)))
+        check_left_out(layouts, field, named_by(texts(config, field)))
     return stored_weights(dialect, layouts, (*ACTIVATION_SCALES, *KV_SCALES))
 
 
-def named_by(module: str, left: Collection[str]) -> bool:
-    """Return whether a list of modules contains this one, one that it is in, or the last parts of its name."""
-    return any(f".{module}.".endswith(f".{name}.") or f"{module}.".startswith(f"{name}.") for name in left)
+def named_by(left: Collection[str], globs: Iterable[str] = ()) -> Callable[[str], bool]:
+    """Return whether a list of modules contains one, one that it is in, or the last parts of its name, or one of
+    ``globs`` matches it. There may be a hundred thousand modules, and a thousand in the list."""
+    names, pattern = {*left}, re.compile("|".join(map(fnmatch.translate, globs)) or "(?!)")
+
+    def named(module: str) -> bool:
+        parts = module.split(".")
+        ends = (".".join(end) for at in range(len(parts)) for end in (parts[: at + 1], parts[at:]))
+        return not names.isdisjoint(ends) or pattern.match(module) is not None
+
+    return named
 
 
 def block_of(given: object, field: str) -> tuple[int, int]:

@@ -6,7 +6,6 @@ Its configuration is ``hf_quant_config.json``, in newer checkpoints ``quantizati
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from fnmatch import fnmatch
 from typing import Any
 
 from specserve.layers.formats.float4 import MODELOPT
@@ -48,9 +47,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
         layouts |= dict.fromkeys(modules_with(names, "weight_scale_2"), MODELOPT)
     for field in ("exclude_modules", "ignore"):
         left = texts(fields, field)
-
-        def leaves_out(module: str, left: Collection[str] = left) -> bool:
-            return named_by(module, left) or any(fnmatch(module, pattern) for pattern in left)
-
-        check_left_out(layouts, field, leaves_out)
+        check_left_out(
+            layouts, field, named_by(left, (each for each in left if not {*"*?["}.isdisjoint(each)))
+        )
     return stored_weights("modelopt", layouts, unread)
