@@ -36,6 +36,7 @@ class _Node:
     ended: int = 0  # with windows: when a prefix that others share last ended with this edge; 0: no longer
     state: int = 0  # the snapshot of the state after this edge; 0: none
     answer: bool = False  # of an answer, to its end
+    answers: int = 0  # children that are
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +157,18 @@ class RadixCache:
         *path, (node, matched) = self._walk(self._keys(tokens, salt))
         if matched < len(node.keys):
             node = self._split(node, matched)
-        node.answer |= answer
+        if answer and not node.answer:
+            assert node.parent is not None
+            node.answer, node.parent.answers = True, node.parent.answers + 1
         if node.state:
             self._kept.move_to_end(node.state)
             return 0
         end, fewer, leaves = 0, list[int](), False
         for above, below in pairwise([*(each for each, _ in path), node]):
             end += len(above.keys) * self._page_size
-            others = (child for child in above.children.values() if child is not below)
-            left = [child.answer and not below.answer for child in others]
-            leaves = any(left) or (leaves and not above.answer)
-            if end >= replaces > 0 and above.state and all(left):
+            left = 0 if below.answer else above.answers
+            leaves = left > 0 or (leaves and not above.answer)
+            if end >= replaces > 0 and above.state and left == len(above.children) - 1:
                 fewer.append(above.state)
             if leaves and below.answer:
                 del fewer[-1:]
@@ -326,7 +328,7 @@ class RadixCache:
         assert node.parent is not None
         upper = _Node(node.keys[:at], [pages[:at] for pages in node.pages], node.parent, node.used)
         node.parent.children[upper.keys[0]] = upper
-        upper.answer = node.answer
+        upper.answer, upper.answers = node.answer, int(node.answer)
         node.keys, node.pages, node.parent = node.keys[at:], [pages[at:] for pages in node.pages], upper
         upper.children[node.keys[0]] = node
         self._end_at(upper)
@@ -356,6 +358,7 @@ class RadixCache:
             self._queue(leaf)
         elif parent is not None:
             del parent.children[first]
+            parent.answers -= leaf.answer
             self._unthinned.pop(leaf, None)
             self._unsee(parent)
             if parent.keys and not parent.children:

@@ -350,6 +350,26 @@ def test_snapshots(page_size: int) -> None:
     assert (cache.kept, allocator.free, allocator.problems()) == (0, 59, [])
 
 
+def test_answers_that_go_on_from_a_prefix_are_counted() -> None:
+    """So that a snapshot costs the same however many do."""
+    rng, allocator, counted = random.Random(0), PageAllocator(40), 0
+    cache = RadixCacheOfTables(allocator, 1, snapshots=6)
+    for _ in range(1000):
+        tokens = random_tokens(rng, 1)
+        (known,) = cache.find(tokens)
+        cache.evict(rng.choice([0, len(tokens) - len(known) - allocator.free, 20]))
+        (known,) = cache.find(tokens)
+        own = allocator.allocate(min(len(tokens) - len(known), allocator.free))
+        if end := len(known) + len(own):
+            cache.insert(tokens[:end], [known + own])
+            cache.keep(tokens[:end], answer=rng.random() < 0.5)
+        allocator.release(own)
+        for node in cache.nodes():
+            assert node.answers == sum(child.answer for child in node.children.values())
+            counted += node.answers
+    assert counted > 300
+
+
 def test_windows_stay_where_prefixes_end() -> None:
     """Not at the ends of chunks. Those of earlier turns go before anything else that was used later; when the last turn
     has gone, the one before it can be used."""
