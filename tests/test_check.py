@@ -398,9 +398,10 @@ def test_a_model_that_does_not_fit(
     pair: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specserve.tools.check.mismatches.device_memory", lambda _: SMALL)
+    monkeypatch.setattr("specserve.tools.check.__main__.load_engine", pytest.fail)  # it would end the process
     code, report = check(capsys, pair.target, pair.eagle, "--no-run")
-    assert code == 1
-    assert "cpu has 0.0 GiB" in report["problems"][0]
+    assert code == 2
+    assert "cpu has 0.0 GiB" in report["error"]
 
 
 def test_a_plan_for_gpus_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

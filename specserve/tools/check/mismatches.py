@@ -21,16 +21,17 @@ def find_mismatches(
     config: EngineConfig, tokenizer: Tokenizer | None, report: CheckReport, there: DeviceMemory | None
 ) -> None:
     """Add them to the report, with the memory expected. ``there``: that of a device, None: of this machine's. Raises
-    ValueError for what can't be loaded if nothing is going to be, that is, with ``there``."""
+    ValueError for what can't be loaded if nothing is going to be, that is, with ``there``, and for what is larger than
+    a CPU's memory, where loading would end the process."""
     _dtype(config, report)
     _ends(config, report)
     if config.tensor_parallel_size > 1:
         report.ranks += shares(config)
-    _memory(config, report, there)
     if tokenizer is not None:
         _tokenizer(tokenizer, config.model, report)
     if config.draft is not None and set(KINDS).intersection(config.draft.method.heads):
         _draft(config.draft, config, report)
+    _memory(config, report, there)
 
 
 def _dtype(config: EngineConfig, report: CheckReport) -> None:
@@ -64,10 +65,13 @@ def _memory(config: EngineConfig, report: CheckReport, there: DeviceMemory | Non
     if tokens == 0 and config.device != "cpu":
         wanted = max(wanted, int((found.weights + found.draft) / config.mem_fraction_static))
     if wanted > has or tokens == 0:
-        report.problems.append(
+        words = (
             f"{config.device} has {has / 2**30:.1f} GiB, over {wanted / 2**30:.1f} GiB are needed: use a smaller "
             f"--dtype, model or --max-total-tokens, or a larger --mem-fraction-static or --tensor-parallel-size{more}"
         )
+        if wanted > has and config.device == "cpu":
+            raise ValueError(words)
+        report.problems.append(words)
     elif tokens < config.context_length:
         report.problems.append(
             f"the KV pool holds {tokens} tokens, a context {config.context_length}: longer requests are "
