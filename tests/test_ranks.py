@@ -22,10 +22,11 @@ from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.process.gpu_peers import cards, environment
 from specserve.process.peers import SocketPeers
+from tests.engines import not_rounded
 from tests.fixtures import Quantized
 from tests.ranks import on_ranks
 from tests.reference.models import make_qwen3_moe
-from tests.reference.quantized import DIALECTS
+from tests.reference.quantized import DIALECTS, quantize
 from tests.test_more_targets import CONFIGS, SIZES
 from tests.test_targets import DenseAttend
 from tests.test_weight_formats import CPU, TOKENS
@@ -156,6 +157,22 @@ def test_quantized_targets_on_two_ranks(dialect: str, dialects: Quantized) -> No
     assert torch.equal(one, other)
     most = 0.1 * float(expected.std()) if "fp8" in dialect else 1e-10
     assert (one - expected).square().mean().sqrt() < most
+
+
+def test_blocks_of_experts_are_shared_out_unevenly(tmp_path: Path) -> None:
+    for inner in (96, 80):
+        plain = make_qwen3_moe(tmp_path / f"of {inner}", inner=inner)
+        path = quantize(plain, tmp_path / str(inner), "fp8 blocks", lambda module: ".experts." in module)
+        with not_rounded():
+            expected = logits(path, ONE, filed=True)
+            if inner == 96:
+                for found in on_ranks(2, lambda ranks, path=path: logits(path, ranks, True)):
+                    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    named = (
+        r"1\.mlp\.experts\.0\.down_proj, \S+, \S+, 3 more: --tensor-parallel-size: .* of 32 inputs, found 40"
+    )
+    with pytest.raises(ValueError, match=named):
+        load(path, Ranks(1, 2))
 
 
 @pytest.mark.parametrize("dialect", UNCUT)

@@ -44,6 +44,10 @@ class Fp8Layout:
     split: int = 1
 
     @property
+    def group(self) -> int:
+        return self.block[1]
+
+    @property
     def words(self) -> str:
         if self.block == (0, 0):
             return "FP8 with a scale a tensor"

@@ -431,7 +431,9 @@ class StoredWeights(WeightFormat):
             try:
                 return StoredProjection(layout, inputs, of, bias)
             except ValueError as error:
-                modules = ", ".join(full_name(f"{name}.{part}" if name else part) for part in of)
+                names = [full_name(f"{name}.{part}" if name else part) for part in of]
+                names[3:] = [f"{len(names) - 3} more"] * (len(names) > 3)
+                modules = ", ".join(names)
                 raise ValueError(f"{modules}: {error}") from None
 
         if all(layout == found[0] for layout in found):
