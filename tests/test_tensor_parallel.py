@@ -6,6 +6,7 @@ import json
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -357,6 +358,7 @@ def test_processes_that_nobody_takes_are_ended(monkeypatch: pytest.MonkeyPatch) 
     assert followers.GRACE < link.GRACE  # or one that hangs is left by a server that stops
     processes = Processes()
     monkeypatch.setattr(spares, "start_process", processes)
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("ignored")])  # as imports ignore it
     with Spares(2):
         pass
     (process,) = processes.found

@@ -70,7 +70,10 @@ def start_process(control: socket.socket, peers: Mapping[int, socket.socket]) ->
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "specserve.process.follower", *given],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(each for each in sys.path if isinstance(each, str)),
+            },
             pass_fds=numbers,
             start_new_session=True,
         )
