@@ -34,7 +34,15 @@ from tests.reference.gemma4 import draw_weights
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.packed_bits import pack_quantized
-from tests.reference.quantized import DIALECTS, PROJECTIONS, configure, dequantize, packed_group, quantize
+from tests.reference.quantized import (
+    DIALECTS,
+    PROJECTIONS,
+    configure,
+    dequantize,
+    packed_group,
+    quantize,
+    write_meant,
+)
 from tests.test_more_targets import MLA, SIZES
 from tests.test_published_configs import KIMI
 from tests.test_targets import recorded_logits
@@ -61,6 +69,14 @@ def test_experts_may_be_one_tensor(safetensors: bool, tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
+def check_meant(path: Path, tmp_path: Path) -> Tensor:
+    """The logits are those of the numbers that a file means. Returns these."""
+    expected = logits_of(write_meant(path, tmp_path / "meant"), torch.float64)
+    with not_rounded():
+        torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
+    return expected
+
+
 @pytest.mark.parametrize("dialect", ["gptq", "W4A16", "fp8 a tensor"])
 def test_routers_and_embeddings_may_be_quantized(dialect: str, tmp_path: Path) -> None:
     plain, names = (
@@ -71,11 +87,7 @@ def test_routers_and_embeddings_may_be_quantized(dialect: str, tmp_path: Path) -
     if dialect == "W4A16":
         group = packed_group(128)["config_groups"]["group_0"]
         configure(path, config_groups={"all": {**group, "targets": ["Linear", "Embedding"]}})
-    state, fields = dequantize(path)
-    meant = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
-    expected = logits_of(save_checkpoint(tmp_path / "meant", meant, fields, safetensors=True), torch.float64)
-    with not_rounded():
-        torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
+    check_meant(path, tmp_path)
 
 
 def test_a_fused_tensor_must_have_the_shape_of_experts(tmp_path: Path) -> None:
@@ -148,11 +160,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dialect", [each for each in DIALECTS if "act order" not in each])
 def test_the_logits_of_what_quantized_experts_mean(dialect: str, wide: Path, tmp_path: Path) -> None:
     path = quantize(wide, tmp_path / "quantized", dialect, in_experts)
-    state, fields = dequantize(path)
-    meant = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
-    expected = logits_of(save_checkpoint(tmp_path / "meant", meant, fields, safetensors=True), torch.float64)
-    with not_rounded():
-        torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
+    expected = check_meant(path, tmp_path)
     with held_as_on_a_gpu(), not_rounded():
         torch.testing.assert_close(logits_of(path, torch.float32), expected, rtol=0, atol=1e-3)
     assert (expected - logits_of(wide, torch.float64)).abs().max() > 1e-3
@@ -170,11 +178,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_shared_expert_is_stored_as_two_more(dialect: str, shared: Path, tmp_path: Path) -> None:
     path = quantize(shared, tmp_path / "quantized", dialect, lambda module: "expert" in module)
-    state, fields = dequantize(path)
-    meant = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
-    expected = logits_of(save_checkpoint(tmp_path / "meant", meant, fields, safetensors=True), torch.float64)
-    with not_rounded():
-        torch.testing.assert_close(logits_of(path, torch.float64), expected, rtol=0, atol=1e-10)
+    expected = check_meant(path, tmp_path)
     with held_as_on_a_gpu(), not_rounded():
         torch.testing.assert_close(logits_of(path, torch.float32), expected, rtol=0, atol=1e-3)
     rounded = logits_of(path, torch.float32)

@@ -65,23 +65,6 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_a_toy_drafter_changes_no_text(
-    configuration: dict[str, Any],
-    registered: None,
-    agreeing: Checkpoints,
-    plain_texts: dict[str, list[list[int]]],
-) -> None:
-    models = Models(agreeing.target, {"COPY": agreeing.target}, "float64", "cpu")
-    items = make_items(PROMPTS, 8, 14)
-    expected = plain_texts.get("llama") or plain_texts.setdefault("llama", reference_texts(models, items))
-    with patch.dict(lossless.SPECULATION, {"copy": ("COPY", 3, 1, 4)}):
-        given = {**configuration, "toggled": False, "speculation": "copy"}
-        row, differences = run_configuration(models, 0, given, items, expected)
-    assert (row.identical, differences) == (row.texts, [])
-    assert row.texts == len(items)
-
-
 @pytest.fixture(scope="module")
 def trained(registered: None, agreeing: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft with device state, trained on texts of the target."""
@@ -102,17 +85,20 @@ def trained(registered: None, agreeing: Checkpoints, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_a_toy_drafter_with_weights_and_state_changes_no_text(
+@pytest.mark.parametrize("drafting", [("COPY", 3, 1, 4), ("RECURRENT", 3, 2, 8)], ids=str)
+def test_a_toy_drafter_changes_no_text(
+    drafting: tuple[str, int, int, int],
     configuration: dict[str, Any],
     trained: Path,
     agreeing: Checkpoints,
     plain_texts: dict[str, list[list[int]]],
 ) -> None:
-    models = Models(agreeing.target, {"RECURRENT": trained}, "float64", "cpu")
+    """One without weights, and one with weights and state."""
+    models = Models(agreeing.target, {"COPY": agreeing.target, "RECURRENT": trained}, "float64", "cpu")
     items = make_items(PROMPTS, 8, 14)
     expected = plain_texts.get("llama") or plain_texts.setdefault("llama", reference_texts(models, items))
-    with patch.dict(lossless.SPECULATION, {"tree": ("RECURRENT", 3, 2, 8)}):
-        given = {**configuration, "toggled": True, "speculation": "tree"}
+    with patch.dict(lossless.SPECULATION, {"toy": drafting}):
+        given = {**configuration, "toggled": drafting[0] == "RECURRENT", "speculation": "toy"}
         row, differences = run_configuration(models, 0, given, items, expected)
     assert (row.identical, differences) == (row.texts, [])
     assert row.texts == len(items)

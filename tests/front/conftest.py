@@ -13,6 +13,7 @@ from tests.front.fake_engine import FakeEngine, text_reply
 from tests.front.fakes import byte_tokenizer, fake_front
 
 if TYPE_CHECKING:
+    from tests.front.live import Live
     from tests.front.walker import Walker
 
 Serve = Callable[..., tuple[TestClient, FakeEngine]]
@@ -49,6 +50,15 @@ def serve() -> Iterator[Serve]:
 def anthropic() -> Any:
     """Anthropic's client. Its import takes two seconds, which collecting tests must not."""
     return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    """The bundled model."""
+    from tests.front.live import live
+
+    with live(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", "EAGLE3"], {}) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

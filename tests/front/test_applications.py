@@ -83,13 +83,8 @@ def server(model: Path) -> Iterator[Live]:
         "--dtype",
         "float32",
     ]
-    drafts = [
-        "--speculative-algorithm",
-        "EAGLE3",
-        "--speculative-draft-model-path",
-        str(BUNDLED_DRAFTS["EAGLE3"]),
-    ]
-    with live([*flags, *drafts], {}) as found:
+    draft = ["--speculative-draft-model-path", str(BUNDLED_DRAFTS["EAGLE3"])]
+    with live([*flags, "--speculative-algorithm", "EAGLE3", *draft], {}) as found:
         yield found
 
 

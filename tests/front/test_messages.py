@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,9 +14,9 @@ from specserve.server.anthropic import schema
 from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
 from specserve.server.schema import AnthropicError
 from tests.front.conftest import Serve
-from tests.front.fake_engine import FakeEngine, text_reply
-from tests.front.live import Live, live
-from tests.front.test_responses import ADD, MANY, QUESTION, TEMPLATE, fail_after, prompt
+from tests.front.fake_engine import text_reply
+from tests.front.live import Live
+from tests.front.test_responses import ADD, MANY, QUESTION, TEMPLATE, Ask, asking, fail_after, prompt
 
 ROUTE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED = [{"role": "user", "content": "hi"}]
@@ -27,25 +27,11 @@ TOOLS: list[Any] = [
 ]
 EVENTS = {kind.__struct_config__.tag: kind for kind in schema.EVENTS}
 
-Ask = Callable[..., tuple[Any, FakeEngine]]
-
 
 @pytest.fixture
 def ask(serve: Serve, anthropic: Any, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Anthropic's client of a server that answers with a text and has room for a thousand tokens; ``http``: a plain
-    one."""
-    for module in ("fake_engine", "fakes"):
-        monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
-
-    def start(text: str = "Hi there!", **settings: Any) -> tuple[Any, FakeEngine]:
-        client, engine = serve(text, **{"template": TEMPLATE, **settings})
-        api: Any = anthropic.Anthropic(
-            base_url="http://testserver", api_key="secret", max_retries=0, http_client=client
-        )
-        api.http = client
-        return api, engine
-
-    return start
+    make = partial(anthropic.Anthropic, base_url="http://testserver", api_key="secret")
+    return asking(serve, monkeypatch, make)
 
 
 def post(api: Any, route: str = ROUTE, **fields: Any) -> Any:
@@ -387,12 +373,6 @@ def test_every_field_of_the_client_is_known(anthropic: Any) -> None:
         (anthropic.types.message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
     ):
         assert set(params.__annotations__) - {*model.model_fields, *model.refused} == set()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", "EAGLE3"], {}) as found:
-        yield found
 
 
 def test_bundled_model(server: Live, anthropic: Any) -> None:

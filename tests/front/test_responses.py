@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from specserve.server.responses import schema
 from specserve.server.responses.request import ResponsesRequest
 from tests.front.conftest import Serve
 from tests.front.fake_engine import FakeEngine
-from tests.front.live import Live, live
+from tests.front.live import Live
 
 ROUTE = "/v1/responses"
 TEMPLATE = (
@@ -48,25 +49,26 @@ def decoded(data: Any) -> schema.Event:
     return msgspec.convert(data, EVENTS[data["type"]])
 
 
+Ask = Callable[..., tuple[Any, FakeEngine]]
+
+
 @pytest.fixture
-def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, FakeEngine]]:
-    """OpenAI's client of a server that answers with a text and has room for a thousand tokens; ``http``: a plain
-    one."""
+def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    return asking(serve, monkeypatch, partial(openai.OpenAI, base_url="http://testserver/v1", api_key="x"))
+
+
+def asking(serve: Serve, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> Ask:
+    """A client of a server that answers with a text and has room for a thousand tokens; ``http``: a plain one."""
     for module in ("fake_engine", "fakes"):
         monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
 
     def start(text: str = "Hi there!", **settings: Any) -> tuple[Any, FakeEngine]:
         client, engine = serve(text, **{"template": TEMPLATE, **settings})
-        api: Any = openai.OpenAI(
-            base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=client
-        )
+        api = make(max_retries=0, http_client=client)
         api.http = client
         return api, engine
 
     return start
-
-
-Ask = Callable[..., tuple[Any, FakeEngine]]
 
 
 def prompt(engine: FakeEngine) -> str:
@@ -410,12 +412,6 @@ def test_an_error_after_the_beginning(ask: Ask, monkeypatch: pytest.MonkeyPatch)
     assert found[-1]["type"] == "response.failed"
     assert found[-1]["response"]["status"] == "failed"
     assert found[-1]["response"]["error"] == {"code": "server_error", "message": "lost"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", "EAGLE3"], {}) as found:
-        yield found
 
 
 @pytest.fixture

@@ -253,6 +253,13 @@ def dequantize(path: Path) -> tuple[State, dict[str, Any]]:
     return found, config
 
 
+def write_meant(quantized: Path, path: Path) -> Path:
+    """Write the plain checkpoint that a quantized one stands for, without ``rounded_inputs``."""
+    state, config = dequantize(quantized)
+    plain = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
+    return save_checkpoint(path, plain, config, safetensors=True)
+
+
 def write_side_file(path: Path) -> None:
     """Move a configuration to the file that older checkpoints have it in."""
     config = json.loads((path / "config.json").read_text())

@@ -107,22 +107,7 @@ def lowest_argmax(values: Sequence[float]) -> int:
     return best
 
 
-def choose(
-    logits: Tensor | Sequence[float],
-    *,
-    seed: int = 0,
-    choice: int = 0,
-    position: int,
-    temperature: float = 1.0,
-    **params: Any,
-) -> int:
-    """The token at absolute `position`: argmax(l' + t·g), ties to the lowest id. `params` as in process()."""
-    processed = process(logits, position=position, temperature=temperature, **params)
-    noisy = perturb(processed, temperature=temperature, seed=seed, choice=choice, position=position)
-    return lowest_argmax(noisy.tolist())
-
-
-def draft_log_probs(
+def _noisy(
     logits: Tensor | Sequence[float],
     *,
     seed: int = 0,
@@ -131,7 +116,16 @@ def draft_log_probs(
     temperature: float = 1.0,
     **params: Any,
 ) -> Tensor:
-    """Coupled drafting: log_softmax(l_draft' + t·g) over TARGET ids (-inf where the drafter has no token)."""
     processed = process(logits, position=position, temperature=temperature, **params)
-    noisy = perturb(processed, temperature=temperature, seed=seed, choice=choice, position=position)
-    return torch.log_softmax(noisy, dim=0)
+    return perturb(processed, temperature=temperature, seed=seed, choice=choice, position=position)
+
+
+def choose(logits: Tensor | Sequence[float], **given: Any) -> int:
+    """The token at an absolute `position`: argmax(l' + t·g), ties to the lowest id. `given` as for process(), seed and
+    choice."""
+    return lowest_argmax(_noisy(logits, **given).tolist())
+
+
+def draft_log_probs(logits: Tensor | Sequence[float], **given: Any) -> Tensor:
+    """Coupled drafting: log_softmax(l_draft' + t·g) over TARGET ids (-inf where the drafter has no token)."""
+    return torch.log_softmax(_noisy(logits, **given), dim=0)

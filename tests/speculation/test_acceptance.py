@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -167,43 +168,50 @@ def test_masked_steps_are_learned_apart() -> None:
     assert cost.seconds(shape, 0, masked=True) == pytest.approx(1.0 + 6.0 * 4 / 16, rel=0.01)
 
 
+WIDE, NARROW = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1)
+
+
+def observe_step(
+    acceptance: Acceptance,
+    generator: np.random.Generator,
+    effect: RequestEffect,
+    shape: StepShape,
+    chance: float,
+) -> None:
+    """A level's first guess is right with this chance, one of two with that of a tree's."""
+    draws = generator.random(4)
+    hit = 1 - (1 - chance) ** 2 if shape is WIDE else chance
+    accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
+    acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [first]))
+
+
 def test_a_tree_is_no_better_for_the_easy_texts_that_it_was_run_for() -> None:
     """Requests come by turns: of easy ones a tree drafts, of hard ones a chain. What a tree would give a hard one?"""
     acceptance, generator = Acceptance(), np.random.default_rng(0)
-    tree, chain = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1)
 
     def serve(shape: StepShape, chance: float) -> RequestEffect:
         effect = RequestEffect(FREE)
         for _ in range(30):
-            draws = generator.random(4)
-            hit = 1 - (1 - chance) ** 2 if shape is tree else chance
-            accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
-            acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [first]))
+            observe_step(acceptance, generator, effect, shape, chance)
         return effect
 
     for _ in range(30):
-        serve(tree, 0.8)
-        hard = serve(chain, 0.3)
-    expected = acceptance.expected(tree, np.array([hard.shift]), np.array([FREE]))
+        serve(WIDE, 0.8)
+        hard = serve(NARROW, 0.3)
+    expected = acceptance.expected(WIDE, np.array([hard.shift]), np.array([FREE]))
     assert expected == pytest.approx(1 + 0.51 + 0.26 + 0.13 + 0.07, abs=0.7)
 
 
 def test_a_text_that_grows_easier_under_one_shape_does_so_for_all() -> None:
     acceptance, generator = Acceptance(), np.random.default_rng(0)
-    tree, chain, effect = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1), RequestEffect(FREE)
-
-    def step(shape: StepShape, chance: float) -> None:
-        draws = generator.random(4)
-        hit = 1 - (1 - chance) ** 2 if shape is tree else chance
-        accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
-        acceptance.observe(shape, [effect], StepOutcome([1 + accepted], [15], [4], [first]))
-
+    effect = RequestEffect(FREE)
+    step = partial(observe_step, acceptance, generator, effect)
     for _ in range(300):
-        step(tree, 0.3)
-        step(chain, 0.3)
+        step(WIDE, 0.3)
+        step(NARROW, 0.3)
     for _ in range(25):
-        step(chain, 0.85)
-    found = acceptance.expected(tree, np.array([effect.shift]), np.array([FREE]))
+        step(NARROW, 0.85)
+    found = acceptance.expected(WIDE, np.array([effect.shift]), np.array([FREE]))
     assert found > 0.7 * sum(0.9775**level for level in range(5))
 
 

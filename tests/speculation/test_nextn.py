@@ -31,7 +31,7 @@ from tests.engines import (
 )
 from tests.reference.glm import HYBRID, make_glm, next_logits
 from tests.reference.models import load_checkpoint, save_checkpoint
-from tests.reference.quantized import PROJECTIONS, configure, dequantize, quantize
+from tests.reference.quantized import PROJECTIONS, configure, quantize, write_meant
 from tests.speculation.methods import PROMPT, check_accepted, check_drafts, each_with_both, scheduler_of
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
@@ -91,11 +91,8 @@ def test_formats_of_qwen(family: str, dialect: str, tmp_path: Path, caplog: pyte
     target = quantize(wide, tmp_path / "target", dialect, projections=names)
     left = ["lm_head", "mtp.fc", "model.language_model.layers.0.linear_attn.in_proj_b"]
     configure(target, **{"modules_to_not_convert": left} if dialect == "fp8 blocks" else {})
-    state, config = dequantize(target)
-    plain = {name: each for name, each in state.items() if not name.endswith("rounded_inputs")}
-    meant = save_checkpoint(tmp_path / "meant", plain, config, safetensors=True)
     found = []
-    for path in (target, meant):
+    for path in (target, write_meant(target, tmp_path / "meant")):
         scheduler = scheduler_of("NEXTN", path, path, SHAPES[0])
         with record_drafts() as drafts, not_rounded():
             (answer,) = answer_all(scheduler, [(PROMPT, PARAMS)])
