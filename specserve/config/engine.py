@@ -110,7 +110,6 @@ class EngineConfig:
         return self.cpu_threads or self.cores
 
     def place(self, rank: int, peers: Peers | None = None) -> Ranks:
-        """Return the place of a rank."""
         from specserve.layers.ranks import Ranks  # imports torch, which the command line does not need
 
         return Ranks(rank, self.tensor_parallel_size, peers, self.expert_parallel_size)

@@ -136,8 +136,6 @@ def _without_thoughts(messages: Conversation) -> Conversation:
 
 
 def _with_arguments(change: Callable[[Any], Any]) -> Callable[[Conversation], Conversation]:
-    """Return a function that changes the arguments of all calls of a conversation."""
-
     def of_call(call: Message) -> Message:
         function = call["function"]
         return {**call, "function": {**function, "arguments": change(function.get("arguments", {}))}}

@@ -72,11 +72,6 @@ class OutputProcessor:
         if detokenizer and params.stop:
             self._stop = StopFinder(params.stop, params.include_stop_str_in_output)
 
-    @property
-    def parsed(self) -> bool:
-        """Return whether the answer's text is parsed."""
-        return self._parser is not None
-
     def push(self, message: Tokens) -> Delta:
         """Add a message to the answer; return what it added."""
         parts, kept, stopped = self._read(message)

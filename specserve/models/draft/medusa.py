@@ -82,11 +82,7 @@ class MedusaSource(DraftSource):
 
     def rows(self, target_vocab: int) -> int:
         """Return the number of tokens that are scored."""
-        if not self.scorers:
-            return target_vocab
-        if _MAP in self.files:
-            return self.files[_MAP].numel()
-        return target_vocab
+        return self.files[_MAP].numel() if self.scorers and _MAP in self.files else target_vocab
 
     def ids(self, target_vocab: int) -> Tensor | None:
         """Return the target ids of the rows, on the CPU; None: all of the target's. Raises ValueError naming the

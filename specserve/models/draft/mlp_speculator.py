@@ -168,11 +168,6 @@ class MLPSpeculator(Network):
         return out
 
 
-def speculator_of(source: SpeculatorSource, target: TargetModel) -> MLPSpeculator:
-    """Return the speculator of a checkpoint."""
-    return MLPSpeculator(source.config, target)
-
-
 def at(modules: nn.ModuleList, level: int) -> nn.Module:
     """Return the level's own module, or the one that the last levels share."""
     return modules[min(level, len(modules) - 1)]

@@ -23,7 +23,7 @@ from specserve.models.base import TargetModel
 from specserve.models.draft.arctic_lstm import ArcticLSTM, open_arctic
 from specserve.models.draft.fields import check_kind
 from specserve.models.draft.load import DraftSource, Network, load_draft
-from specserve.models.draft.mlp_speculator import open_speculator, speculator_of
+from specserve.models.draft.mlp_speculator import MLPSpeculator, open_speculator
 from specserve.models.draft.redrafter import ReDrafter, open_redrafter
 from specserve.speculation.context import Context, Drafter, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.expand import expand
@@ -91,6 +91,8 @@ def _load(
     return RecurrentDrafter(draft.name, network, target.config.hidden_size)
 
 
-load_mlp_speculator = partial(_load, open_source=open_speculator, make=speculator_of)
+load_mlp_speculator = partial(
+    _load, open_source=open_speculator, make=lambda source, target: MLPSpeculator(source.config, target)
+)
 load_arctic_lstm = partial(_load, open_source=open_arctic, make=ArcticLSTM)
 load_redrafter = partial(_load, open_source=open_redrafter, make=ReDrafter)

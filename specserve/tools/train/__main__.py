@@ -89,7 +89,6 @@ def loop_config(args: argparse.Namespace, data: str, rows: int, batch_rows: int,
 
 
 def write_draft(args: argparse.Namespace, trainer: Trainer[Any]) -> None:
-    """Export the draft in its published format."""
     trainer.finish()
     files = DRAFTS[args.algorithm].files(trainer, args)
     export.write(files, args.output, DTYPES[args.export_dtype], args.format)

@@ -70,7 +70,6 @@ def checked(path: Path, tokens: Any, mask: Any, starts: Any) -> Documents:
 
 
 def join(documents: Sequence[tuple[list[int], list[bool]]]) -> Documents:
-    """Concatenate (tokens, mask) pairs."""
     lengths = [len(tokens) for tokens, _ in documents]
     return Documents(
         np.concatenate([np.array(tokens, np.int32) for tokens, _ in documents]),

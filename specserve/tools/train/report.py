@@ -80,7 +80,6 @@ def table(results: dict[str, Chains]) -> str:
 
 
 def save(results: dict[str, Chains], path: Path) -> None:
-    """Write the results as JSON."""
     data = {
         name: {
             "rates": [round(rate, 4) for rate in found.rates],
