@@ -412,6 +412,11 @@ CASES = {
         "/config.json: quantization_config: bits must be 4, found None",
     ),
     # A draft of a kind that is not known, or that contradicts itself.
+    "eagle3: heads of medusa": Case(
+        eagle3,
+        tensors(lambda state: (state.clear(), state.update({"0.1.weight": torch.ones(2)}))),
+        f" holds no head of EAGLE's kind: expected layers.0.self_attn.q_proj.weight, found 0.1.weight in {WEIGHTS}",
+    ),
     "eagle: of two layers": Case(
         eagle, added("layers.1.mlp.up_proj.weight"), " holds layers.0 to layers.1: a draft of one layer, "
     ),

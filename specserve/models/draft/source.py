@@ -188,6 +188,11 @@ def _refuse_foreign(source: HeadSource) -> None:
     if source.mtp_kind:
         return
     count, names = source.layer_count, source.files.names()
+    if not any(".self_attn." in name for name in names):
+        raise ValueError(
+            f"{source.path} holds no head of EAGLE's kind: expected {source.stored('self_attn.q_proj.weight')}, "
+            f"found {source.files.contents}"
+        )
     if count > 1 and not {*chain(*OWN_HEADS.values())}.isdisjoint(source.config.get("architectures") or ()):
         field, own = own_heads(source.config)
         says = f", though its config says {field} {own}" if own else ""
