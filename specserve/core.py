@@ -143,7 +143,7 @@ class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
         return params
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, metaclass=_Parameters):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=_Parameters):
     """Sampling parameters and end conditions of a request. The names are OpenAI's and vLLM's.
 
     Raises ValueError naming the parameter and the accepted values; a value assigned later is checked by the next call

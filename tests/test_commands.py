@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from specserve import grammar
 from specserve.core import SamplingParams
 from specserve.engine.commands import (
     Admit,
     CatchUp,
     Command,
     Prefill,
+    Row,
     SetDraftTemperatures,
     SetPages,
     Step,
@@ -24,6 +26,9 @@ from specserve.engine.commands import (
 from specserve.engine.executor import Executor
 from specserve.engine.shapes import StaticShapes
 from specserve.layers.ranks import ONE
+from specserve.process.followers import brief
+from specserve.speculation.shape import StepShape
+from specserve.speculation.state import Needs
 from tests.engines import Checkpoints, Client, answer_all, context_of, make_scheduler
 
 WORK = [
@@ -43,7 +48,7 @@ class Recorder:
         self.sent: list[bytes] = []
 
     def send(self, command: Command) -> None:
-        self.sent.append(encode(command))
+        self.sent.append(encode(brief(command)))
 
     def check(self) -> None:
         pass
@@ -84,6 +89,30 @@ def test_commands_can_be_replayed_by_another_process(shape: Any, agreeing: Check
             assert torch.equal(*(getattr(table, field.name) for table in tables)), field.name
     for layer, other in zip(ours.pool.layers, theirs.pool.layers, strict=True):
         assert torch.equal(layer[1:], other[1:])
+
+
+def test_launches_are_sent_without_what_is_long() -> None:
+    """Rank 0 would wait for the others to read predicted texts of thousands of tokens in each step."""
+    bias, given = (
+        dict.fromkeys(range(300), 1.0),
+        {"seed": 1, "min_tokens": 2, "logprobs": 3, "top_k": 5},
+    )
+    long = SamplingParams(
+        prediction=[9] * 4000, logit_bias=bias, stop=["end"] * 9, stop_token_ids=[7] * 99, **given
+    )
+    constrained = SamplingParams(grammar=grammar.json_schema({"const": "a" * 999}), seed=1)
+    rows = [Row(0, long, 5), Row(1, constrained, 5, masked=True), Row(2, SamplingParams(seed=1), 5)]
+    command = Step(rows, StepShape(3, 6, 1, 1))
+    sent = encode(brief(command))
+    assert len(sent) < 400
+    found = decode(sent)
+    assert isinstance(found, Step)
+    for ours, theirs in zip(found.rows, rows, strict=True):
+        assert Needs.of([ours.params]) == Needs.of([theirs.params])
+        assert ours.params.logprobs == theirs.params.logprobs
+        assert (ours.slot, ours.masked) == (theirs.slot, theirs.masked)
+    assert found.rows[2].params == rows[2].params
+    assert (len(long.prediction or []), long.logit_bias) == (4000, bias)
 
 
 def test_aborting_many_waiting_requests_takes_no_longer_for_each(random_models: Checkpoints) -> None:

@@ -15,14 +15,16 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from specserve.config.engine import EngineConfig
-from specserve.engine.commands import Command, encode
+from specserve.engine.commands import Begin, Command, Prefill, Row, Settle, Step, encode
 from specserve.layers.ranks import Peers
 from specserve.process import gpu_peers
 from specserve.process.peers import TICK, RankGone, SocketPeers, in_time
@@ -79,6 +81,21 @@ def _read(control: socket.socket, size: int) -> bytes | None:
     return bytes(found)
 
 
+def brief(command: Command) -> Command:
+    """Return a launch without texts and lists that only this rank reads, or ``Admit`` has said: each would take as long
+    as they are. Launches read whether there are any."""
+    if not isinstance(command, Prefill | Step | Begin | Settle):
+        return command
+    rows = list[Row]()
+    for row in command.rows:
+        params = copy(row.params)
+        params.prediction = params.prediction and params.prediction[:1]
+        params.logit_bias = params.logit_bias and {0: 1.0}
+        params.grammar, params.thought, params.stop, params.stop_token_ids = None, None, [], []
+        rows.append(replace(row, params=params))
+    return msgspec.structs.replace(command, rows=rows)
+
+
 class Followers(Peers):
     """The ranks from 1 on, as rank 0 sees them."""
 
@@ -126,7 +143,7 @@ class Followers(Peers):
         return [{"device": device, "pid": pid} for device, pid in zip(self._devices, pids, strict=True)]
 
     def send(self, command: Command) -> None:
-        message = encode(command)
+        message = encode(brief(command))
         for rank, control in self._controls.items():
             try:
                 put(control, message, self._seconds)
