@@ -20,7 +20,7 @@ from specserve import LLM
 from specserve.attention import ATTENTION
 from tests.engines import shaped
 from tests.reference.draft_models import make_eagle, make_eagle3
-from tests.reference.models import make_llama, make_mimo, make_qwen2, make_qwen3
+from tests.reference.models import change_config, make_llama, make_mimo, make_qwen2, make_qwen3
 
 ROOT = Path(__file__).parents[1]
 READY = "ready: http"
@@ -104,13 +104,7 @@ def missing(name: str) -> Make:
 
 
 def fields(**values: Any) -> Make:
-    """Changes ``config.json``."""
-
-    def apply(path: Path) -> None:
-        file = path / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-    return apply
+    return lambda path: change_config(path, **values) and None
 
 
 def no_field(name: str) -> Make:

@@ -31,7 +31,7 @@ from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import expected_memory, memory_needed
 from specserve.tools.check.report import Acceptance, CheckReport, MemoryUse, Perplexity
-from tests.engines import Checkpoints, head_of, held_as_on_a_gpu, make_scheduler
+from tests.engines import Checkpoints, drafting, head_of, held_as_on_a_gpu, make_scheduler
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.ranks import ranks_in_threads
@@ -39,6 +39,7 @@ from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
 from tests.reference.models import (
+    change_config,
     load_checkpoint,
     make_gemma3,
     make_llama,
@@ -71,9 +72,7 @@ def edit(directory: Path, copy: Path, **fields: Any) -> Path:
     copy.mkdir()
     for file in directory.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, **fields}))
-    return copy
+    return change_config(copy, **fields)
 
 
 def check(
@@ -205,10 +204,8 @@ def test_a_draft_that_guesses_nothing(
 def test_mismatches_are_told_before_loading_fails(
     pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft = edit(pair.eagle3, tmp_path / "bad", vocab_size=64, eagle_aux_hidden_state_layer_ids=[2, 20, 37])
-    config = json.loads((draft / "config.json").read_text())
-    config["eagle_config"] = {}
-    (draft / "config.json").write_text(json.dumps(config))
+    taps = {"eagle_aux_hidden_state_layer_ids": [2, 20, 37], "eagle_config": {}}
+    draft = edit(pair.eagle3, tmp_path / "bad", vocab_size=64, **taps)
     code, report = check(capsys, pair.target, draft, algorithm="EAGLE3")
     assert code == 2
     assert str(draft) in report["error"]
@@ -356,11 +353,8 @@ def test_no_head_copies_a_scaled_embedding(algorithm: str, tied: bool, tmp_path:
         draft = make_eagle(tmp_path / "draft", target)
     else:
         draft = make_eagle3(tmp_path / "draft", target, own_head=not tied)
-        config = json.loads((draft / "config.json").read_text()) | {"tie_word_embeddings": tied}
-        (draft / "config.json").write_text(json.dumps(config))
-    scheduler = make_scheduler(
-        target, speculative_algorithm=algorithm, speculative_draft_model_path=str(draft)
-    )
+        change_config(draft, tie_word_embeddings=tied)
+    scheduler = make_scheduler(target, **drafting(algorithm, draft))
     model, head = scheduler.runner.context.target, head_of(scheduler)
     assert isinstance(model, GemmaModel)
     embedding, own = model.embed_tokens.weight, [*head.parameters(), *head.buffers()]

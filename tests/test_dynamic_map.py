@@ -27,7 +27,7 @@ from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.drafters.eagle import EagleDrafter
 from specserve.speculation.dynamic_map import DynamicMap, default_size
-from tests.engines import Checkpoints, answer_all, answer_one, context_of, make_scheduler, shaped
+from tests.engines import Checkpoints, answer_all, answer_one, context_of, drafting, make_scheduler, shaped
 from tests.test_token_map import PROMPT, VOCAB, save, work
 
 SIZE = 16
@@ -242,11 +242,7 @@ def test_other_methods_and_float32(agreeing: Checkpoints) -> None:
     expected = [answer.tokens for answer in answer_all(plain, asked)]
     for algorithm, draft in (("EAGLE", "eagle"), ("EAGLE3", "eagle3"), ("NAIVE_EAGLE", "eagle3")):
         scheduler = make_scheduler(
-            agreeing.target,
-            dtype="float32",
-            speculative_algorithm=algorithm,
-            speculative_draft_model_path=str(getattr(agreeing, draft)),
-            **DYNAMIC,
+            agreeing.target, dtype="float32", **drafting(algorithm, getattr(agreeing, draft)), **DYNAMIC
         )
         with check_guesses(scheduler) as changes:
             found = answer_all(scheduler, asked)

@@ -18,7 +18,8 @@ from specserve.tools.train.attend import CausalAttend, Packing
 from tests.matrix import check_drafted, check_texts_of, prompts
 from tests.reference.doubles import float32_means_float64
 from tests.reference.gemma4 import LARGE, SMALL, make_gemma4
-from tests.test_targets import TOKENS, assert_makes_no_tensor, change_config, our_logits, their_model
+from tests.reference.models import change_config
+from tests.test_targets import TOKENS, assert_makes_no_tensor, our_logits, their_model
 
 WINDOW = 8
 KINDS = {"small": SMALL, "large": LARGE}

@@ -20,7 +20,7 @@ from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import resolve_engine
-from tests.engines import answer_all, make_scheduler
+from tests.engines import answer_all, drafting, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, MIXTURE, SMALL, draw_weights
 from tests.reference.gemma4 import SIZES as GEMMA4
@@ -207,9 +207,7 @@ def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     draft = make_eagle3(target.parent / "draft", target)
     check_logits(target, count=12)
-    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft), **shape}
-    settings |= {"chunked_prefill_size": 7, "page_size": 1}
+    settings = {**drafting("EAGLE3", draft, (3, 2, 6)), "chunked_prefill_size": 7, "page_size": 1}
     work = [(PROMPT, params), (PROMPT * 4, SamplingParams(temperature=1.0, seed=3, max_tokens=12))]
     plain = answer_all(make_scheduler(target), work)
     drafted = answer_all(make_scheduler(target, **settings), work)

@@ -21,7 +21,7 @@ from specserve.kv import states
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.scheduler import points
-from tests.engines import answer_all, make_scheduler
+from tests.engines import answer_all, drafting, make_scheduler
 from tests.matrix import check_matrix, check_texts_of, prompts
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle3
@@ -140,9 +140,8 @@ def test_what_states_do_not_allow(tmp_path: Path) -> None:
         make_scheduler(
             target, speculative_algorithm="LOOKAHEAD", speculative_lookahead_ngram=steps + 1, **window
         )
-    settings = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(target)}
     with pytest.raises(ValueError, match="keeps states: a Qwen3_5ForCausalLM can only be a target"):
-        make_scheduler(target, **settings)
+        make_scheduler(target, **drafting("STANDALONE", target))
 
 
 @pytest.mark.parametrize(

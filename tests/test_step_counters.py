@@ -169,8 +169,7 @@ def test_with_the_controller(agreeing: Checkpoints) -> None:
         scheduler = make_scheduler(
             agreeing.target,
             max_running_requests=4,
-            speculative_algorithm="EAGLE3",
-            speculative_draft_model_path=str(agreeing.eagle3),
+            **agreeing.drafting("EAGLE3"),
             speculative_adaptive=True,
             overlap_schedule="on",
         )

@@ -38,6 +38,7 @@ from tests.reference.gemma4 import make_gemma4
 from tests.reference.models import (
     LLAMA3_ROPE,
     YARN_ROPE,
+    change_config,
     load_checkpoint,
     make_gemma3,
     make_llama,
@@ -120,11 +121,6 @@ TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make, options = TARGETS[request.param]
     return make(tmp_path_factory.mktemp("target"), seed=3, **options)
-
-
-def change_config(path: Path, **fields: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def their_model(path: Path, dtype: torch.dtype) -> Any:

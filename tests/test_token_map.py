@@ -27,6 +27,7 @@ from tests.engines import (
     answer_all,
     answer_one,
     context_of,
+    drafting,
     make_scheduler,
     record_drafts,
 )
@@ -178,15 +179,9 @@ def test_the_flag(agreeing: Checkpoints, kept_file: Path) -> None:
 
 def test_a_head_with_rows_of_its_own_is_refused(agreeing: Checkpoints, kept_file: Path) -> None:
     """A method that runs heads of several kinds."""
-    with pytest.raises(
-        ValueError, match=r"--speculative-token-map: .*an Eagle3Head, has its own output head"
-    ):
-        make_scheduler(
-            agreeing.target,
-            speculative_algorithm="NAIVE_EAGLE",
-            speculative_draft_model_path=str(agreeing.eagle3),
-            speculative_token_map=str(kept_file),
-        )
+    drafts, words = drafting("NAIVE_EAGLE", agreeing.eagle3), "an Eagle3Head, has its own output head"
+    with pytest.raises(ValueError, match=f"--speculative-token-map: .*{words}"):
+        make_scheduler(agreeing.target, **drafts, speculative_token_map=str(kept_file))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES, AROUND
 from tests.engines import answer_one, make_scheduler
 from tests.reference.gemma4 import draw_weights
-from tests.reference.models import load_checkpoint, save_checkpoint
+from tests.reference.models import change_config, load_checkpoint, save_checkpoint
 from tests.test_latent import make_deepseek
 from tests.test_more_targets import SIZES
-from tests.test_targets import change_config, check_logits
+from tests.test_targets import check_logits
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 SMALL = {

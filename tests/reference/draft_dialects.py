@@ -2,7 +2,6 @@
 
 A draft starts in the layout of section 2.1 or 1.1; the `as_` functions convert it to others."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +174,3 @@ def as_old_vllm(checkpoint: Checkpoint) -> Checkpoint:
     inner = config | {"add_para_norm": True}
     outer = {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": inner}
     return state, outer | {"truncated_vocab_size": config["vocab_size"]}
-
-
-def change_config(path: Path, **fields: Any) -> Path:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | fields))
-    return path

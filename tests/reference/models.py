@@ -269,6 +269,13 @@ def mtp_layer(target: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Te
     return {key: tensor.to(target["model.norm.weight"].dtype) for key, tensor in layer.items()}
 
 
+def change_config(path: Path, **fields: Any) -> Path:
+    """Give a checkpoint's config.json other fields."""
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return path
+
+
 def rewrite_config_in_old_form(path: Path, rope_theta: float, rope_scaling: dict[str, Any] | None) -> None:
     config = json.loads((path / "config.json").read_text())
     config.pop("rope_parameters", None)

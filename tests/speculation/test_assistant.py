@@ -23,10 +23,9 @@ from tests.ranks import ranks_in_threads
 from tests.reference import gemma4
 from tests.reference.draft_models import make_eagle3
 from tests.reference.gemma4 import LARGE, SMALL, make_assistant, make_gemma4
-from tests.reference.models import make_llama
+from tests.reference.models import change_config, make_llama
 from tests.speculation.methods import check_cached, check_drafts, each_with_both, scheduler_of
 from tests.test_groups import poisoned
-from tests.test_targets import change_config
 
 METHOD = "GEMMA4_ASSISTANT"
 SHAPES: list[Shape] = [(4, 1, 5), (3, 3, 9)]

@@ -18,7 +18,7 @@ from specserve.constraints.calls import after_thought
 from specserve.constraints.marks import Marks
 from specserve.core import Thought
 from specserve.frontend.tokenizer import byte_alphabet
-from tests.engines import Checkpoints
+from tests.engines import Checkpoints, drafting
 
 
 @pytest.fixture
@@ -92,13 +92,11 @@ def test_budgets_that_end_within_a_character(models: Models) -> None:
         for index in range(8)
     ]
     small = {"max_running_requests": 6, "max_total_tokens": 160, "page_size": 4}
-    tree = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    draft = {"speculative_draft_model_path": str(models.drafts["EAGLE3"]), **tree}
     found: list[list[str]] = []
     for settings in (
         {},
         {"speculative_algorithm": "NGRAM", **small},
-        {"speculative_algorithm": "EAGLE3", **draft},
+        drafting("EAGLE3", models.drafts["EAGLE3"], (3, 2, 6)),
     ):
         with LLM(str(models.target), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
             answers = llm.generate(["User: one, please. Assistant:<think>"] * len(params), params)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specserve.config.settings import Settings
 from specserve.process.assemble import resolve_engine
-from tests.engines import Checkpoints, Shape, answer_one, by_levels, make_scheduler, priced
+from tests.engines import Checkpoints, Shape, answer_one, by_levels, drafting, make_scheduler, priced
 from tests.reference import arctic_lstm, hydra, medusa, mlp_speculator, p_eagle, redrafter, standalone
 from tests.reference.arctic_lstm import make_arctic_lstm
 from tests.reference.block import make_block
@@ -219,10 +219,9 @@ def test_the_controller_goes_no_deeper_than_the_levels(
     method: str, make: Callable[..., Path], agreeing: Checkpoints, tmp_path: Path
 ) -> None:
     draft = make(tmp_path / "draft", agreeing.target, agree=True)
-    settings = {"speculative_algorithm": method, "speculative_draft_model_path": str(draft)}
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=100)
     with priced(by_levels(0.01)):
-        answer = answer_one(make_scheduler(agreeing.target, **settings), PROMPT, params)
+        answer = answer_one(make_scheduler(agreeing.target, **drafting(method, draft)), PROMPT, params)
     assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
     assert 1 < max(answer.runs) <= 3
     with pytest.raises(ValueError, match=r"--speculative-num-steps: the draft .* at most 2 levels, found 3"):

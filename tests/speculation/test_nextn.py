@@ -30,12 +30,11 @@ from tests.engines import (
     record_drafts,
 )
 from tests.reference.glm import HYBRID, make_glm, next_logits
-from tests.reference.models import load_checkpoint, save_checkpoint
+from tests.reference.models import change_config, load_checkpoint, save_checkpoint
 from tests.reference.quantized import PROJECTIONS, configure, quantize, write_meant
 from tests.speculation.methods import PROMPT, check_accepted, check_drafts, each_with_both, scheduler_of
 from tests.test_latent import GROUPS
 from tests.test_more_targets import MLA
-from tests.test_targets import change_config
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 SHAPES: list[Shape] = [(3, 1, 4), (3, 2, 7)]

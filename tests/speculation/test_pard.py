@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +10,7 @@ import pytest
 
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, SwitchingShapes, answer_one, make_scheduler
+from tests.reference.models import change_config
 from tests.reference.standalone import make_pard
 from tests.speculation.methods import PROMPT, scheduler_of
 from tests.speculation.oracle import SAMPLING
@@ -38,7 +38,6 @@ def test_what_is_no_pard_is_refused(agreeing: Checkpoints, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"--speculative-num-steps: .* has at most 16 levels, found 17"):
         scheduler_of(METHOD, agreeing.target, agreeing.others[METHOD], (17, 1, 18))
     draft = make_pard(tmp_path / "draft", agreeing.others["STANDALONE"], 5)
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"spd_type": "other"}))
+    change_config(draft, spd_type="other")
     with pytest.raises(ValueError, match="spd_type must be pard, found other"):
         scheduler_of(METHOD, agreeing.target, draft, (2, 1, 3))

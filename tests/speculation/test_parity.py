@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import specserve.engine.executor
 from specserve import LLM, SamplingParams
-from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
+from tests.engines import Checkpoints, answer_all, answer_one, drafting, make_scheduler
 from tests.reference.draft_models import make_eagle3
 from tests.reference.models import LLAMA3_ROPE, make_llama
 
@@ -106,10 +106,7 @@ def test_log_probabilities_of_drafted_text(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
     with LLM(str(target), **settings) as llm:
         plain = llm.generate(PROMPTS, params)
-    shape = {"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 8}
-    settings |= {f"speculative_{name}": value for name, value in shape.items()}
-    settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
-    with LLM(str(target), **settings) as llm:
+    with LLM(str(target), **settings, **drafting("EAGLE3", draft, (4, 2, 8))) as llm:
         drafted = llm.generate(PROMPTS, params)
     assert sum(output.speculation.accepted for output in drafted) > 4
     for ours, theirs in zip(drafted, plain, strict=True):

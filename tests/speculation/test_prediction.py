@@ -210,8 +210,7 @@ def test_the_controller_drafts_where_the_prediction_is_right(random_models: Chec
     with priced(by_levels(0.2)):
         scheduler = make_scheduler(
             random_models.target,
-            speculative_algorithm="EAGLE",
-            speculative_draft_model_path=str(random_models.eagle),
+            **random_models.drafting("EAGLE"),
             speculative_adaptive=True,
             max_running_requests=2,
         )

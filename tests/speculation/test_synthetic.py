@@ -107,8 +107,7 @@ def test_grammars_are_refused_and_answers_are_marked(random_models: Checkpoints)
 def settings(models: Checkpoints, **given: Any) -> Any:
     return make_settings(
         model_path=str(models.target),
-        speculative_algorithm="EAGLE3",
-        speculative_draft_model_path=str(models.eagle3),
+        **models.drafting("EAGLE3"),
         **given,
     )
 

@@ -13,7 +13,7 @@ from specserve.engine.shapes import MAX_STEP_NODES, Padding, step_shape
 from specserve.models.read_config import load_model_config
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.grid import Candidate, Grid, envelope
-from tests.engines import Checkpoints
+from tests.engines import Checkpoints, drafting
 from tests.test_graphs import fake_graphs
 
 PROMPTS = [[3, 4, 5], [9, 1, 2, 40], [7], [21, 22, 23, 24, 25, 26], [50, 3]]
@@ -27,9 +27,7 @@ def test_candidates_are_shapes_of_the_server(candidate: tuple[int, int, int], ag
     given = make_settings(
         model_path=str(agreeing.target),
         device="cpu",
-        speculative_algorithm="EAGLE",
-        speculative_draft_model_path=str(agreeing.eagle),
-        **dict(zip(SHAPE, candidate, strict=True)),
+        **agreeing.drafting("EAGLE", candidate),
     )
     settings = resolve(given, load_model_config(agreeing.target))[0]
     assert tuple(getattr(settings, name) for name in SHAPE) == candidate
@@ -62,8 +60,7 @@ def tune_engine(
         dtype="float64",
         max_running_requests=5,
         random_seed=0,
-        speculative_algorithm=algorithm,
-        speculative_draft_model_path=str(checkpoints.eagle3),
+        **drafting(algorithm, checkpoints.eagle3),
     )
     return TuneEngine.load(resolve_paths(given)[0], candidates, work)
 
