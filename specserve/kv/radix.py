@@ -15,7 +15,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import compress, count, pairwise
+from operator import ne
 
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
@@ -82,19 +83,19 @@ class RadixCache:
     def match(self, tokens: Sequence[int], salt: str = "") -> Prefix:
         """Return the longest prefix of ``tokens`` that was inserted with the same ``salt`` and can be used. The caller
         takes references, and the snapshot, before anything else runs."""
-        path, size = list(self._walk(self._keys(tokens, salt))), self._page_size
+        path, size = list(self._walk(self.keys(tokens, salt))), self._page_size
         found, states, end = self._pages_on(path), dict[int, int](), 0
         for node, matched in path:
             end += matched
             if node.state and matched == len(node.keys):
                 states[end] = node.state
         best, run = 0, [0] * len(found)  # pages that follow each other, up to the last one
-        for count, column in enumerate(zip(*found, strict=True), start=1) if self._sliding else ():
+        for length, column in enumerate(zip(*found, strict=True), start=1) if self._sliding else ():
             run = [before + 1 if page else 0 for before, page in zip(run, column, strict=True)]
-            firsts = [first_page(window, count * size, size) for window in self._windows]
-            usable = count in states or not self.snapshots
-            if usable and all(length >= count - first for length, first in zip(run, firsts, strict=True)):
-                best = count
+            firsts = [first_page(window, length * size, size) for window in self._windows]
+            usable = length in states or not self.snapshots
+            if usable and all(pages >= length - first for pages, first in zip(run, firsts, strict=True)):
+                best = length
         if not self._sliding:
             best = max(states, default=0) if self.snapshots else end
         for window, pages in zip(self._windows, found, strict=True):
@@ -109,10 +110,16 @@ class RadixCache:
                 self._end_at(node)
         return prefix
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> list[list[int]]:
-        """Return the pages, by table, of the longest prefix of ``tokens`` that was inserted with the same ``salt``; 0
-        where there is none."""
-        return self._pages_on(self._walk(self._keys(tokens, salt)))
+    def keys(self, tokens: Sequence[int], salt: str = "", begin: int = 0) -> list[Key]:
+        """Return the keys of a sequence's whole pages, from index ``begin`` on."""
+        size = self._page_size
+        starts = range(begin * size, len(tokens) - size + 1, size)
+        keys: list[Key] = [tuple(tokens[i : i + size]) for i in starts]
+        return [(salt, *keys[0]), *keys[1:]] if salt and keys and not begin else keys
+
+    def find(self, keys: list[Key]) -> list[list[int]]:
+        """Return the pages, by table, of a sequence's longest prefix that was inserted; 0 where there is none."""
+        return self._pages_on(self._walk(keys))
 
     def _pages_on(self, path: Iterable[tuple[_Node, int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self._windows]
@@ -121,12 +128,10 @@ class RadixCache:
                 pages += own[:matched]
         return found
 
-    def insert(
-        self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "", goes_on: bool = False
-    ) -> None:
+    def insert(self, keys: list[Key], pages: Sequence[Sequence[int]], goes_on: bool = False) -> None:
         """Add a sequence with its whole ``pages`` by table, 0 where there is none; parts that are already cached keep
         the tree's pages. ``goes_on``: more of it is to come, and others are not expected to go on from its end."""
-        keys = self._keys(tokens, salt)[: len(pages[0])]
+        keys = keys[: len(pages[0])]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
             if matched < len(step.keys):
@@ -149,12 +154,12 @@ class RadixCache:
         if node is not parent:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
 
-    def keep(self, tokens: Sequence[int], salt: str = "", replaces: int = 0, answer: bool = False) -> int:
-        """Return the number of a new snapshot after ``tokens``, whole pages that are cached; 0 if there is one. That of
-        the first ``replaces`` and those since then make room before all others, but where several sequences go on. If
-        the prompt left the chat's last ``answer``, as one without its thoughts does, the next will leave this one: only
+    def keep(self, keys: list[Key], replaces: int = 0, answer: bool = False) -> int:
+        """Return the number of a new snapshot after pages that are cached; 0 if there is one. That of the first
+        ``replaces`` tokens and those since then make room before all others, but where several sequences go on. If the
+        prompt left the chat's last ``answer``, as one without its thoughts does, the next will leave this one: only
         free room takes its snapshot, and the last one before it stays."""
-        *path, (node, matched) = self._walk(self._keys(tokens, salt))
+        *path, (node, matched) = self._walk(keys)
         if matched < len(node.keys):
             node = self._split(node, matched)
         if answer and not node.answer:
@@ -301,22 +306,14 @@ class RadixCache:
         """Yield every page of the tree."""
         return (page for node in self.nodes() for pages in node.pages for page in pages if page)
 
-    def _keys(self, tokens: Sequence[int], salt: str) -> list[Key]:
-        size = self._page_size
-        keys: list[Key] = [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
-        return [(salt, *keys[0]), *keys[1:]] if salt and keys else keys
-
     def _walk(self, keys: list[Key]) -> Iterator[tuple[_Node, int]]:
         """Yield each node on the way down that shares pages with ``keys``, and how many."""
         node, done, now = self._root, 0, self._tick()
         while done < len(keys) and (child := node.children.get(keys[done])) is not None:
-            matched = 1
-            while (
-                matched < len(child.keys)
-                and done + matched < len(keys)
-                and child.keys[matched] == keys[done + matched]
-            ):
-                matched += 1
+            matched = min(len(child.keys), len(keys) - done)
+            ahead = keys[done : done + matched]
+            if child.keys[:matched] != ahead:
+                matched = next(compress(count(), map(ne, child.keys, ahead)))
             child.used = now
             yield child, matched
             if matched < len(child.keys):

@@ -110,7 +110,7 @@ class Memory:
         exact = len(request.stop_ids) <= STOPS and self._snapshots.serves(request.computed, end)
         if not end or not (exact if ends else request.prefilled in request.points):
             return 0
-        return self.cache.keep(request.tokens[:end], request.salt, request.cached_tokens or 0, ends)
+        return self.cache.keep(request.keys[: request.remembered], request.cached_tokens or 0, ends)
 
     @property
     def available(self) -> int:
@@ -206,19 +206,23 @@ class Memory:
         A request that uses a cached page of a table that keeps all tokens thus also uses all cached pages before it,
         and of windows only pages with such a one.
         """
-        whole = request.computed // self.page_size
-        if self.cache is None or whole == request.remembered:
+        whole, before = request.computed // self.page_size, request.remembered
+        if self.cache is None or whole == before:
             return []
-        request.remembered = whole
-        tokens, changed = request.tokens[: whole * self.page_size], False
+        request.remembered, changed = whole, False
+        if len(request.keys) < whole:
+            tokens = request.context if request.prefilling else request.tokens
+            request.keys += self.cache.keys(tokens, request.salt, len(request.keys))
+        keys = request.keys[:whole]
         own = [[0] * hold.start + hold.pages[: whole - hold.start] for hold in request.holds]
-        self.cache.insert(tokens, own, request.salt, goes_on=request.prefilling)
-        found = self.cache.find(tokens, request.salt)
-        for hold, before, cached in zip(request.holds, own, found, strict=True):
-            self.allocator.share(cached[hold.start :])
-            self.allocator.release(before[hold.start :])
-            hold.pages[: whole - hold.start] = cached[hold.start :]
-            changed |= cached[hold.start :] != before[hold.start :]
+        self.cache.insert(keys, own, goes_on=request.prefilling)
+        found = self.cache.find(keys)
+        for hold, mine, cached in zip(request.holds, own, found, strict=True):
+            new = max(hold.start, before)  # it has the cache's pages before
+            self.allocator.share(cached[new:])
+            self.allocator.release(mine[new:])
+            hold.pages[new - hold.start : whole - hold.start] = cached[new:]
+            changed |= cached[new:] != mine[new:]
         return request.pages if changed else []
 
     def release(self, request: Request) -> None:

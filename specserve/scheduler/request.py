@@ -9,6 +9,7 @@ import msgspec
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.engine.launch import Emitted
+from specserve.kv.radix import Key
 from specserve.messages import FinishReason, Tokens
 from specserve.speculation.control.acceptance import RequestEffect, StepOutcome
 from specserve.speculation.state import PageRun, RowInit
@@ -43,6 +44,7 @@ class Request:
     submitted: float  # when it came, before its grammar was compiled
     tenant: str = ""
     salt: str = ""
+    keys: list[Key] = field(default_factory=list)  # of its first pages, as the prefix cache has them
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1

@@ -7,18 +7,35 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from specserve.core import SamplingParams
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
-from specserve.kv.radix import RadixCache as RadixCacheOfTables
+from specserve.kv.radix import RadixCache as RadixCacheOfKeys
 from specserve.scheduler.memory import Memory
+from specserve.scheduler.points import Snapshots
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import RequestEffect
 
 Tokens = tuple[int, ...]
+
+
+class RadixCacheOfTables(RadixCacheOfKeys):
+    """By tokens."""
+
+    def insert(  # type: ignore[override]
+        self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "", goes_on: bool = False
+    ) -> None:
+        super().insert(self.keys(tokens, salt), pages, goes_on)
+
+    def find(self, tokens: Sequence[int]) -> list[list[int]]:  # type: ignore[override]
+        return super().find(self.keys(tokens))
+
+    def keep(self, tokens: Sequence[int], **options: bool) -> int:  # type: ignore[override]
+        return super().keep(self.keys(tokens), **options)
 
 
 class RadixCache(RadixCacheOfTables):
@@ -30,6 +47,12 @@ class RadixCache(RadixCacheOfTables):
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:  # type: ignore[override]
         super().insert(tokens, [pages], salt)
+
+
+def request_of(tokens: Sequence[int]) -> Request:
+    return Request(
+        "", tokens, SamplingParams(), 0, 0, 10**6, frozenset(), 0, RequestEffect(0), 0.0, context=tokens
+    )
 
 
 def random_tokens(rng: random.Random, page_size: int) -> Tokens:
@@ -427,7 +450,7 @@ def test_tables_with_windows(
 
     def deepest(tokens: Tokens) -> int:
         """Worked out depth by depth, from the pages of the tree."""
-        found = cache.find(tokens)
+        found = cache.find(cache.keys(tokens))
         for depth in range(len(found[0]), 0, -1):
             firsts = [first_page(window, depth * page_size, page_size) for window in windows]
             if all(all(pages[first:depth]) for first, pages in zip(firsts, found, strict=True)):
@@ -456,19 +479,7 @@ def test_tables_with_windows(
         if action == "start":
             drawn = [token for _ in range(0, 40, page_size) for token in [rng.randrange(2)] * page_size]
             tokens = drawn[: rng.randint(1, 40)]
-            request = Request(
-                "",
-                tokens,
-                SamplingParams(),
-                0,
-                0,
-                10**6,
-                frozenset(),
-                0,
-                RequestEffect(0),
-                0.0,
-                context=tokens,
-            )
+            request = request_of(tokens)
             expected = deepest(tuple(tokens[:-1]))
             request.prefilled = memory.take_prefix(request, tokens)
             assert request.prefilled == expected * page_size
@@ -510,3 +521,32 @@ def test_tables_with_windows(
     idle = allocator.idle
     assert cache.evict(10**6) == idle
     assert allocator.free == allocator.capacity
+
+
+def test_what_a_chunk_of_a_long_prompt_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and references of its own pages, wherever it is."""
+    sliced, shared, size = list[int](), list[int](), 4
+
+    class Prompt(tuple[int, ...]):
+        def __getitem__(self, index: Any) -> Any:
+            sliced.append(len(range(*index.indices(len(self)))))
+            return tuple(self)[index]
+
+    memory, prompt = Memory(100, size, True, snapshots=Snapshots(20, (), 8)), Prompt(range(256))
+    share = memory.allocator.share
+
+    def sharing(pages: Sequence[int]) -> None:
+        shared.append(len(pages))
+        share(pages)
+
+    monkeypatch.setattr(memory.allocator, "share", sharing)
+    request = request_of(prompt)
+    memory.take_prefix(request, prompt)
+    assert memory.grow(request, len(prompt)) is not None
+    sliced.clear()
+    request.points = ends = [*range(16, 257, 16)]
+    for request.prefilled in ends:
+        memory.remember(request)
+        assert memory.keep(request)
+    assert sliced == [size] * 64
+    assert max(shared) == 16 // size
