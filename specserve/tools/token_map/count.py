@@ -79,7 +79,9 @@ def count_server(url: str, api_key: str | None, vocab_size: int) -> Counts:
             pairs = np.array(json.load(answer)["counts"], np.int64).reshape(-1, 2)
     except urllib.error.HTTPError as error:
         raise ValueError(f"--server: {url} answered {error.code}: {_message(error)}") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except OSError as error:
+        raise ValueError(f"--server: {url} can't be reached: {getattr(error, 'reason', error)}") from None
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"--server: {url} has no token statistics: {error}") from None
     if len(pairs) and not 0 <= pairs[:, 0].min() <= pairs[:, 0].max() < vocab_size:
         raise ValueError(
