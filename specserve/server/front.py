@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from specserve.config import Settings, make_settings
+from specserve.constraints.marks import CHANNEL, THINK
 from specserve.core import Capacity, FieldError, SamplingParams, prediction_limit
 from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import ANSWER, Conversation, Turn, joined
@@ -250,9 +251,14 @@ class Front:
         if tokenizer is not None:
             calls, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
             self._formats = Formats.of(tokenizer, calls, self._given.reasoning_parser)
-            if self._given.reasoning_parser == AUTO and self._formats.close is not None:
+            auto, text = self._given.reasoning_parser == AUTO, tokenizer.template_text
+            if auto and self._formats.close is not None:
                 log.info(
                     "reasoning is parsed as gpt-oss: tool calls are, or the chat template contains its marks"
+                )
+            elif auto and any(marks.close in text for marks in (THINK, CHANNEL)):
+                log.info(
+                    "reasoning, if the model writes any, is part of the content: --reasoning-parser separates it"
                 )
             log.info("tool calls are %s: %s", f"parsed as {calls.name}" if calls else "not parsed", why)
         self._loaded, self._served = True, None

@@ -11,6 +11,8 @@ from specserve.messages import Stats, StepTotals
 from specserve.process.worker import Throughput
 from specserve.server import middleware
 from tests.front.conftest import Serve
+from tests.front.fake_engine import FakeEngine, text_reply
+from tests.front.fakes import fake_front
 
 
 def test_a_line_for_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,6 +44,23 @@ def test_a_line_for_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> Non
         "100 tokens/s, 2.50 per request and step; 2 requests running, 1 waiting, 75% of KV pages in use"
     )
     assert caplog.messages == [expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "template", "told"),
+    [
+        ("auto", "<think>\n\n</think>", True),
+        ("auto", "Hello", False),
+        ("none", "</think>", False),
+        ("qwen3", "</think>", False),
+    ],
+)
+def test_where_reasoning_stays(
+    given: str, template: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fake_front(FakeEngine(text_reply("Hi")), template, reasoning_parser=given).close()
+    assert ("--reasoning-parser separates it" in caplog.text) == told
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
