@@ -141,7 +141,10 @@ def test_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--data", "/no/where.txt"], "--data: /no/where.txt can't be read"),
         (["--map", "/no/where.pt"], "/no/where.pt is not a token map"),
-        (["--server", "127.0.0.1:30000"], "--server: 127.0.0.1:30000 can't be reached: unknown url type: 127.0.0.1"),
+        (
+            ["--server", "127.0.0.1:30000"],
+            "--server: 127.0.0.1:30000 can't be reached: unknown url type: 127.0.0.1",
+        ),
         (["--map", "MAP", "--size", "6"], "--size: must be from 7"),
         (["--map", "MAP", "--model-path", "/no/model"], "--model-path: /no/model does not exist"),
         (["--data", "EMPTY"], "no token was counted in"),

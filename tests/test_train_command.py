@@ -187,20 +187,9 @@ def test_the_page_from_prompts_to_a_draft(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(documents) == 3
     assert 0 < sum(ends == 1) < 3, "those that ended by themselves, and those that are cut"
     Path("more.npz").write_bytes(Path("answers.npz").read_bytes())
-    small = [
-        "--steps",
-        "2",
-        "--max-length",
-        "32",
-        "--batch-tokens",
-        "32",
-        "--ttt-length",
-        "2",
-        "--device",
-        "cpu",
-    ]
+    small = ["--steps", "2", "--max-length", "32", "--batch-tokens", "32", "--ttt-length", "2"]
     given = [word for word in command.split() if word != "--compile"]
-    train(parse_args([*given, "--heldout", "more.npz", *small]))
+    train(parse_args([*given, "--heldout", "more.npz", *small, "--device", "cpu"]))
     assert json.loads(Path("DRAFT/config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
 
 

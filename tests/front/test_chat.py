@@ -79,15 +79,7 @@ def test_every_field_reaches_the_engine(serve: Serve) -> None:
 def test_null_is_the_default(serve: Serve) -> None:
     client, engine = serve()
     names = (
-        "temperature",
-        "top_p",
-        "n",
-        "stop",
-        "seed",
-        "logit_bias",
-        "max_tokens",
-        "stream",
-        "tools",
+        *("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "tools"),
         "speculation",
     )
     assert post(client, **dict.fromkeys(names)).status_code == 200

@@ -307,12 +307,8 @@ def test_the_model_may_come_first() -> None:
 def test_all_wrong_flags_are_told_at_once() -> None:
     with pytest.raises(ValueError, match=r".") as error:
         load("--foo -3 --port x --dp=2 --max-model-len 5 --enable-metrics --page-size 16")
-    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
-        "--foo",
-        "--max-model-len",
-        "--dp",
-        "--port",
-    ]
+    flags = [line.split(":")[0] for line in str(error.value).splitlines()]
+    assert flags == ["--foo", "--max-model-len", "--dp", "--port"]
 
 
 def test_flags_of_other_servers_that_change_nothing() -> None:
@@ -325,13 +321,8 @@ def test_flags_of_other_servers_that_change_nothing() -> None:
     assert (found.port, found.dtype, found.attention_backend) == (5, "float16", "fa3")
     notes = list(unused(line.split(), {}))
     assert [note.split()[0] for note in notes] == [
-        "--enable-metrics",
-        "--cuda-graph-bs",
-        "--skip-server-warmup",
-        "--model-impl",
-        "--enable-auto-tool-choice",
-        "--dp",
-        "--pp-size",
+        *("--enable-metrics", "--cuda-graph-bs", "--skip-server-warmup", "--model-impl"),
+        *("--enable-auto-tool-choice", "--dp", "--pp-size"),
     ]
     assert notes[0] == "--enable-metrics has no effect: metrics are always at /metrics"
 

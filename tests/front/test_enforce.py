@@ -81,14 +81,8 @@ def check(events: list[Event], held: Sequence[str]) -> list[str]:
 
 
 HELD = ["hermes", "llama3_json", "mistral", "qwen3_coder", "gemma4"]
-TABLED = [
-    "glm45",
-    "minimax_m2",
-    "deepseek_v32",
-    "deepseek_v3",
-    "deepseek_v31",
-    "kimi_k2",
-]  # described by the same code
+# Described by the same code.
+TABLED = ["glm45", "minimax_m2", "deepseek_v32", "deepseek_v3", "deepseek_v31", "kimi_k2"]
 HOW = ["required", "one", "named", "thought", "opened"]
 
 

@@ -13,12 +13,8 @@ from tests.front.conftest import Serve
 from tests.front.live import live
 
 SHAPE = [
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
 ]
 QUESTION = [{"role": "user", "content": "List 5 countries and their capitals."}]
 

@@ -37,7 +37,7 @@ def flat(config: Config) -> dict[str, Any]:
     return {**config, **config.get("transformer_layer_config", {}), **config.get("dflash_config", {})}
 
 
-def boundaries(config: Config, target_layers: int) -> list[int]:
+def boundaries(config: Config) -> list[int]:
     if "aux_hidden_state_layer_ids" in config:
         return list(config["aux_hidden_state_layer_ids"])
     return [i + 1 for i in flat(config)["target_layer_ids"]]
@@ -73,11 +73,11 @@ def block_states(path: Path, target: Path, committed: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _block_states(path: Path, _: int, target: Path, committed: tuple[int, ...]) -> Tensor:
-    weights, target_config = load_checkpoint(target)
+    weights, _ = load_checkpoint(target)
     state, config = load_checkpoint(path)
     found = flat(config)
     streams = run_target(target, committed[:-1]).streams
-    taps = boundaries(config, target_config["num_hidden_layers"])
+    taps = boundaries(config)
     eps = found["rms_norm_eps"]
     fused = linear(state, "fc", torch.cat([streams[tap] for tap in taps], dim=1))
     past = rms_norm(fused, state["hidden_norm.weight"], eps)
@@ -229,7 +229,6 @@ def make_block(
             parts[name] = parts[name] * small
         found |= {f"layers.{layer}.{name}": tensor for name, tensor in parts.items()}
     found |= {f"{name}.weight": draws.norm(hidden) for name in ("hidden_norm", "norm")}
-    after = dialect == "DeepSpec" or (markov_kind is not None and dialect == "SpecForge")
     if copies_root:
         found |= _that_copies(found, weights, embedding_weight(weights)[vocab - 3])
     ids = sorted(torch.randperm(vocab, generator=draws.generator)[: draft_vocab or vocab].tolist())
@@ -289,7 +288,7 @@ def make_block(
         "vocab_size": vocab,
         "layer_types": ["full_attention"] * layers,
     }
-    config = _config(dialect, body, block, [tap - 1 for tap in taps], markov_kind, rank, after)
+    config = _config(dialect, body, block, [tap - 1 for tap in taps], markov_kind, rank)
     if selected is not None:
         sizes = {
             "conv_kernel_size": 2,
@@ -321,7 +320,7 @@ def _that_copies(found: State, target: State, mask: Tensor) -> dict[str, Tensor]
 
 
 def _config(
-    dialect: str, body: dict[str, Any], block: int, ids: list[int], kind: str | None, rank: int, after: bool
+    dialect: str, body: dict[str, Any], block: int, ids: list[int], kind: str | None, rank: int
 ) -> dict[str, Any]:
     mask = body["vocab_size"] - 3
     drafts = {"mask_token_id": mask, "target_layer_ids": ids}
