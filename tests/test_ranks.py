@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specserve.layers import norms
 from specserve.layers.batch import TokenBatch
+from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.ranks import ONE, Ranks, Share, summed
 from specserve.layers.weights import Projection
 from specserve.models.base import TargetModel
@@ -173,6 +174,11 @@ def test_blocks_of_experts_are_shared_out_unevenly(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=named):
         load(path, Ranks(1, 2))
+    rounded = load_model_config(plain).with_weights(RoundedWeights("int4"))
+    with pytest.raises(
+        ValueError, match=r"0\.self_attn\.o_proj: --tensor-parallel-size: .* of 128 inputs, found 16"
+    ):
+        load_target(plain, torch.float64, CPU, len(TOKENS), rounded, Ranks(1, 2))
 
 
 @pytest.mark.parametrize("dialect", UNCUT)

@@ -75,7 +75,12 @@ def _ranks(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
             f"--expert-parallel-size: must divide --tensor-parallel-size {ranks}, found {groups}"
         )
     if groups > 1 and not any(layer.experts for layer in model.layers):
-        raise ValueError(f"--expert-parallel-size: must be 1 for {model.architecture}, which has no experts")
+        flag = (
+            "--enable-expert-parallel: must not be set"
+            if settings.enable_expert_parallel
+            else "--expert-parallel-size: must be 1"
+        )
+        raise ValueError(f"{flag} for {model.architecture}, which has no experts")
     if ranks > 1:
         from specserve.layers.ranks import Ranks  # imports torch, which the command line does not need
 

@@ -353,10 +353,12 @@ def test_flags_of_experts() -> None:
     ]
     assert load("-ep --distributed-timeout-seconds 9").enable_expert_parallel
     given = load("--enable-ep-moe --tp 2 --device cpu --speculative-draft-tensor-parallel-size 1")
-    with pytest.raises(
-        ValueError, match="--expert-parallel-size: must be 1 for LlamaForCausalLM, which has no experts"
+    for each, told in (
+        (given, "--enable-expert-parallel: must not be set"),
+        (load("--tp 2 --ep 2 --device cpu"), "--expert-parallel-size: must be 1"),
     ):
-        resolve(given, LLAMA)
+        with pytest.raises(ValueError, match=f"{told} for LlamaForCausalLM, which has no experts"):
+            resolve(each, LLAMA)
     with pytest.raises(
         ValueError, match="--expert-parallel-size: must divide --tensor-parallel-size 2, found 4"
     ):

@@ -17,7 +17,7 @@ from specserve_kernels import Numbers
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve.layers.formats.stored import StoredProjection, check_cuts, moved
+from specserve.layers.formats.stored import check_cuts, moved, stored_projection
 from specserve.layers.linear import PLAIN, QUANTIZED
 from specserve.layers.weights import Projection, WeightFormat
 
@@ -95,5 +95,5 @@ class RoundedWeights(WeightFormat):
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         if name:
-            return StoredProjection(RoundedLayout(self.kind), inputs, parts, bias)
+            return stored_projection(RoundedLayout(self.kind), name, inputs, parts, bias)
         return PLAIN.projection(name, inputs, parts, bias)

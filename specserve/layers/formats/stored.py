@@ -428,18 +428,24 @@ class StoredWeights(WeightFormat):
         def make(layout: Layout | None, of: Mapping[str, int]) -> Projection:
             if layout is None:
                 return PLAIN.projection(name, inputs, of, bias)
-            try:
-                return StoredProjection(layout, inputs, of, bias)
-            except ValueError as error:
-                names = [full_name(f"{name}.{part}" if name else part) for part in of]
-                names[3:] = [f"{len(names) - 3} more"] * (len(names) > 3)
-                modules = ", ".join(names)
-                raise ValueError(f"{modules}: {error}") from None
+            return stored_projection(layout, name, inputs, of, bias)
 
         if all(layout == found[0] for layout in found):
             return make(found[0], parts)
         pairs = zip(found, parts.items(), strict=True)
         return Joined([make(layout, {part: outputs}) for layout, (part, outputs) in pairs])
+
+
+def stored_projection(
+    layout: Layout, name: str, inputs: int, parts: Mapping[str, int], bias: bool
+) -> StoredProjection:
+    """Make a projection as a ``WeightFormat`` does. Raises ValueError naming its modules."""
+    try:
+        return StoredProjection(layout, inputs, parts, bias)
+    except ValueError as error:
+        names = [full_name(f"{name}.{part}" if name else part) for part in parts]
+        names[3:] = [f"{len(names) - 3} more"] * (len(names) > 3)
+        raise ValueError(f"{', '.join(names)}: {error}") from None
 
 
 def stored_weights(dialect: str, layouts: Mapping[str, Layout], unread: Sequence[str]) -> StoredWeights:
