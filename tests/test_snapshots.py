@@ -98,6 +98,9 @@ def test_points() -> None:
     assert snapshots.points(text(74), 32, 32, 16, forked=True) == [64], "another block has begun"
     assert snapshots.points([*text(6), END], 0, 0, 64) == []
     assert Snapshots(4, {END}, 8).points(text(170), 0, 0, PAGE) == [96, 170], "half of the room"
+    turns = [*text(15), END] * 10
+    assert Snapshots(8, {END}, 8).points(turns, 0, 0, PAGE) == [16, 32, 64, 96, 128, 156], "of all but two"
+    assert Snapshots(16, {END}, 8).points(turns, 0, 0, PAGE) == [16, 32, 64, 96, 112, 128, 156]
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
@@ -191,6 +194,16 @@ def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
         client.iterate()
         found.append(client.scheduler.running[-1].prefilled)
     assert found == [52, 48]
+    client.run()
+
+
+def test_a_chunk_of_many_cuts(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is launched in several iterations."""
+    monkeypatch.setattr(scheduler, "MOST_CUTS", 2)
+    client = Client(make_scheduler(target, page_size=PAGE, chunked_prefill_size=-1))
+    client.submit("", text(170), PARAMS)
+    client.iterate()
+    assert client.scheduler.running[0].prefilled == 96
     client.run()
 
 

@@ -128,9 +128,12 @@ class RadixCache:
                 pages += own[:matched]
         return found
 
-    def insert(self, keys: list[Key], pages: Sequence[Sequence[int]], goes_on: bool = False) -> None:
+    def insert(
+        self, keys: list[Key], pages: Sequence[Sequence[int]], goes_on: bool = False
+    ) -> list[list[int]]:
         """Add a sequence with its whole ``pages`` by table, 0 where there is none; parts that are already cached keep
-        the tree's pages. ``goes_on``: more of it is to come, and others are not expected to go on from its end."""
+        the tree's pages. Return what ``find`` does. ``goes_on``: more of it is to come, and others are not expected to
+        go on from its end."""
         keys = keys[: len(pages[0])]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
@@ -139,7 +142,7 @@ class RadixCache:
             self._fill(step, [own[done : done + matched] for own in pages])
             node, done = step, done + matched
         if done == len(keys):
-            return
+            return self.find(keys)
         parent = node
         if not parent.goes_on or parent.state:
             parent.goes_on = False
@@ -153,6 +156,7 @@ class RadixCache:
         self._queue(node)
         if node is not parent:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
+        return self.find(keys)
 
     def keep(self, keys: list[Key], replaces: int = 0, answer: bool = False) -> int:
         """Return the number of a new snapshot after pages that are cached; 0 if there is one. That of the first

@@ -215,8 +215,7 @@ class Memory:
             request.keys += self.cache.keys(tokens, request.salt, len(request.keys))
         keys = request.keys[:whole]
         own = [[0] * hold.start + hold.pages[: whole - hold.start] for hold in request.holds]
-        self.cache.insert(keys, own, goes_on=request.prefilling)
-        found = self.cache.find(keys)
+        found = self.cache.insert(keys, own, goes_on=request.prefilling)
         for hold, mine, cached in zip(request.holds, own, found, strict=True):
             new = max(hold.start, before)  # it has the cache's pages before
             self.allocator.share(cached[new:])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 INTERVAL = 1024
 # The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
 LAUNCH_COST = 256
+MOST_CUTS = 64  # of a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,18 @@ class Snapshots:
         self, tokens: Sequence[int], cached: int, known: int, page_size: int, forked: bool = False
     ) -> list[int]:
         """Return the points of a prompt of which ``cached`` tokens can be used and ``known`` are cached, in order. The
-        first and the last message go first. ``forked``: the prompt's end is always one. Those at intervals are further
-        apart where a long prompt would take more than half of the room."""
+        first and the last message go first. ``forked``: the prompt's end is always one. Those at intervals, and then
+        those of other messages, are further apart where a long prompt would take more than half of the room."""
         most = (len(tokens) - 1) // page_size * page_size  # the last token is always computed
         after = (index for index, token in enumerate(tokens, 1) if token in self.ends)
         ends = sorted({min(end // page_size * page_size, most) for end in after})
         found = [0, cached, *([known] if known > cached + page_size else [])]
-        for end in (*ends[:1], *ends[-1:], *ends[1:-1]):
-            if _far(end, found):
-                insort(found, end)
         step = max(INTERVAL // page_size, 1) * page_size
         step *= max(1, -(-2 * (most // step) // self.room))
+        apart = most // max(1, self.room // 2 - most // step)
+        for end in (*ends[:1], *ends[-1:], *ends[1:-1]):
+            if _far(end, found, 0 if end in (ends[0], ends[-1]) else apart):
+                insort(found, end)
         found = sorted({*found, *range(step, most + 1, step)})
         if forked or _far(most, found):
             found.append(most)
@@ -52,7 +54,8 @@ class Snapshots:
         return found
 
 
-def _far(end: int, points: Sequence[int]) -> bool:
-    """Return whether the points next to a place are so far from it that the tokens between cost more than a launch."""
-    at = bisect(points, end)
-    return all(abs(end - point) >= LAUNCH_COST for point in points[max(at - 1, 0) : at + 1])
+def _far(end: int, points: Sequence[int], least: int = 0) -> bool:
+    """Return whether the points next to a place are ``least`` tokens from it, and so far that the tokens between cost
+    more than a launch."""
+    at, least = bisect(points, end), max(least, LAUNCH_COST)
+    return all(abs(end - point) >= least for point in points[max(at - 1, 0) : at + 1])

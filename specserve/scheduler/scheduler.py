@@ -29,7 +29,7 @@ from specserve.scheduler.limits import ATTEMPTS, Gathering, Limits, OOMBackoff
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.pipeline import InFlight, Pipeline
-from specserve.scheduler.points import LAUNCH_COST
+from specserve.scheduler.points import LAUNCH_COST, MOST_CUTS
 from specserve.scheduler.prompt_chunk import PromptChunk, fill_chunk
 from specserve.scheduler.request import Request, message_of, outcome_of, until_end
 from specserve.speculation.control.acceptance import StepOutcome
@@ -225,9 +225,10 @@ class Scheduler:
             self._prefilled = not self._launch_step() and self._launch_prefill() > 0
         return 0
 
-    def _launch_prefill(self, room: int | None = None) -> int:
+    def _launch_prefill(self, room: int | None = None, cuts: int = 0) -> int:
         """Launch a chunk of at most ``room`` prompt tokens, None: what the limits allow. Where it is cut for snapshots,
-        launch more, unless short ends alone would keep others from their step. Return the number of launches."""
+        launch more, unless short ends alone would keep others from their step. Return the number of launches.
+        ``cuts``: earlier ones of the chunk."""
         begun, budget = time.monotonic(), self._backoff.chunk
         if steps := not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
@@ -255,8 +256,8 @@ class Scheduler:
         self.runner.change(SetPages(changed))
         self.runner.change(CopyStates(kept))
         left = [len(request.context) - request.prefilled for request in requests]
-        more = kept and chunk.room and (not steps or max(left) >= LAUNCH_COST)
-        return 1 + (self._launch_prefill(chunk.room) if more else 0)
+        more = kept and chunk.room and cuts < MOST_CUTS and (not steps or max(left) >= LAUNCH_COST)
+        return 1 + (self._launch_prefill(chunk.room, cuts + 1) if more else 0)
 
     def _prefill(self, chunk: PromptChunk) -> Launch:
         if chunk.begun:

@@ -28,8 +28,8 @@ class RadixCacheOfTables(RadixCacheOfKeys):
 
     def insert(  # type: ignore[override]
         self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "", goes_on: bool = False
-    ) -> None:
-        super().insert(self.keys(tokens, salt), pages, goes_on)
+    ) -> list[list[int]]:
+        return super().insert(self.keys(tokens, salt), pages, goes_on)
 
     def find(self, tokens: Sequence[int]) -> list[list[int]]:  # type: ignore[override]
         return super().find(self.keys(tokens))
