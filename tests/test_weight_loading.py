@@ -280,6 +280,12 @@ def test_a_file_is_mapped_again_for_many_numbers_not_for_each_tensor(
                 torch.equal(files[f"{n % 6}.{n // 6}"], torch.full((4,), n // 6)) for n in range(6 * 64)
             )
             assert opened.call_count == times
+        save_file({"0.mlp.experts.down_proj": torch.zeros(64, 4, 4)}, tmp_path / "0.safetensors")
+        files = TensorFiles(tmp_path)
+        monkeypatch.setattr(tensor_files, "AT_ONCE", 64 * 16)
+        opened.reset_mock()
+        assert all(files[f"0.mlp.experts.{n}.down_proj.weight"].shape == (4, 4) for n in range(64))
+        assert opened.call_count == 1
 
 
 @pytest.mark.parametrize("dialect", ["awq", "gptq asymmetric", "W4A16 act order", "compressed FP8 an output"])

@@ -207,7 +207,7 @@ class TensorFiles:
         if name in self._parts or file in self._pickled:
             found = self._reader(name)
         else:
-            found = self._map(file, stored).get_tensor(stored)
+            found = self._map(name).get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
 
@@ -215,17 +215,20 @@ class TensorFiles:
         """Return the tensor, or an object that reads parts of it."""
         file, stored = self.file(name), self._files[name][1]
         pickled = self._pickled.get(file)
-        found = pickled[stored] if pickled is not None else self._map(file, stored).get_slice(stored)
+        found = pickled[stored] if pickled is not None else self._map(name).get_slice(stored)
         return self._parts[name].of(found) if name in self._parts else found
 
-    def _map(self, file: Path, stored: str) -> Any:
+    def _map(self, name: str) -> Any:
         """Return a file that is mapped, to read one of its tensors."""
+        file, stored = self._files[name]
+        shape = self._opened[file].get_slice(stored).get_shape()
+        numbers = math.prod(shape[1:] if name in self._parts else shape)
         with self._mapping:
             mapped, left = self._mapped.pop(file, (None, 0))
             if left <= 0:
                 mapped = _open_safetensors(file)
                 left = AT_ONCE * len(mapped.keys())
-            self._mapped[file] = mapped, left - math.prod(self._opened[file].get_slice(stored).get_shape())
+            self._mapped[file] = mapped, left - numbers
             if len(self._mapped) > _MAPPED:
                 del self._mapped[next(iter(self._mapped))]
         return mapped
