@@ -21,7 +21,14 @@ from tests.engines import Shape, answer_one, drafting, make_scheduler, record_dr
 from tests.reference import draft_dialects as dialects
 from tests.reference.decode import Request
 from tests.reference.draft_dialects import AUX, as_speculators, eagle3, save, with_norms, without
-from tests.reference.models import YARN_ROPE, load_checkpoint, make_llama, make_mimo, save_checkpoint
+from tests.reference.models import (
+    YARN_ROPE,
+    change_config,
+    load_checkpoint,
+    make_llama,
+    make_mimo,
+    save_checkpoint,
+)
 from tests.speculation.oracle import SAMPLING, Oracle, reference_params
 from tests.speculation.test_drafted_tree import check_step, check_steps
 
@@ -103,7 +110,7 @@ EAGLE: dict[str, Make] = {
     "published": plain_eagle(),
     "fc bias, LlamaForCausalLMEagle": plain_eagle(fc_bias=True, architecture="LlamaForCausalLMEagle"),
     "fc and qkv bias, safetensors": plain_eagle(True, fc_bias=True, qkv_bias=True, rope_theta=1e6),
-    "fewer kv heads than its config says": lambda path, target: dialects.change_config(
+    "fewer kv heads than its config says": lambda path, target: change_config(
         plain_eagle(kv_heads=1)(path, target), num_key_value_heads=4
     ),
     "old speculators": of_eagle(partial(dialects.as_old_speculators, layernorms=False)),

@@ -176,7 +176,7 @@ def test_the_page_from_prompts_to_a_draft(tmp_path: Path, monkeypatch: pytest.Mo
     (command,) = re.findall(r"^python -m specserve\.train (--algorithm EAGLE3 .*[^\\])$", page, re.M)
     monkeypatch.chdir(tmp_path)
     Path("MODEL").symlink_to(ROOT / "specserve" / "bundled" / "chat")
-    questions = ["What is 12 + 30?", "List 3 countries and their capitals.", "Tell me a story."]
+    questions = ["What is 12 + 30?", "List 3 countries and their capitals.", "Count from 1 to 20."]
     lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in questions]
     Path("prompts.jsonl").write_text("\n".join(lines))
     assert "max_tokens = 2048" in script
