@@ -67,7 +67,11 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
 
 def _ranks(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     ranks, groups = settings.tensor_parallel_size, settings.expert_parallel_size
-    if settings.enable_expert_parallel and groups == 1:
+    if settings.enable_expert_parallel:
+        if groups not in (1, ranks):
+            raise ValueError(
+                f"--expert-parallel-size: must be {ranks} with --enable-expert-parallel, found {groups}"
+            )
         groups = ranks
         settings = settings.choose("expert_parallel_size", groups, "--enable-expert-parallel", notes)
     if ranks % groups:

@@ -359,10 +359,12 @@ def test_flags_of_experts() -> None:
     ):
         with pytest.raises(ValueError, match=f"{told} for LlamaForCausalLM, which has no experts"):
             resolve(each, LLAMA)
-    with pytest.raises(
-        ValueError, match="--expert-parallel-size: must divide --tensor-parallel-size 2, found 4"
+    for each, told in (
+        (load("--tp 2 --ep 4 --device cpu"), "divide --tensor-parallel-size 2, found 4"),
+        (replace(given, expert_parallel_size=4), "be 2 with --enable-expert-parallel, found 4"),
     ):
-        resolve(replace(given, expert_parallel_size=4), LLAMA)
+        with pytest.raises(ValueError, match=f"--expert-parallel-size: must {told}"):
+            resolve(each, LLAMA)
     with pytest.raises(ValueError, match="-metrics: not accepted: which experts are chosen is not recorded"):
         load("--enable-expert-distribution-metrics")
 
