@@ -103,8 +103,10 @@ def test_launches_are_sent_without_what_is_long() -> None:
     constrained = SamplingParams(grammar=grammar.json_schema({"const": "a" * 999}), seed=1)
     rows = [Row(0, long, 5), Row(1, constrained, 5, masked=True), Row(2, SamplingParams(seed=1), 5)]
     command = Step(rows, StepShape(3, 6, 1, 1))
-    sent = encode(brief(command))
+    sent = encode(short := brief(command))
     assert len(sent) < 400
+    assert isinstance(short, Step)
+    assert short.rows[2] is rows[2], "a copy takes longer than to encode it"
     found = decode(sent)
     assert isinstance(found, Step)
     for ours, theirs in zip(found.rows, rows, strict=True):

@@ -86,14 +86,19 @@ def brief(command: Command) -> Command:
     as they are. Launches read whether there are any."""
     if not isinstance(command, Prefill | Step | Begin | Settle):
         return command
-    rows = list[Row]()
-    for row in command.rows:
-        params = copy(row.params)
-        params.prediction = params.prediction and params.prediction[:1]
-        params.logit_bias = params.logit_bias and {0: 1.0}
-        params.grammar, params.thought, params.stop, params.stop_token_ids = None, None, [], []
-        rows.append(replace(row, params=params))
-    return msgspec.structs.replace(command, rows=rows)
+    return msgspec.structs.replace(command, rows=[_brief(row) for row in command.rows])
+
+
+def _brief(row: Row) -> Row:
+    params = row.params
+    texts = params.prediction or params.grammar or params.thought or params.stop
+    if not (texts or params.logit_bias or params.stop_token_ids):
+        return row  # a copy takes longer than to encode it
+    params = copy(params)
+    params.prediction = params.prediction and params.prediction[:1]
+    params.logit_bias = params.logit_bias and {0: 1.0}
+    params.grammar, params.thought, params.stop, params.stop_token_ids = None, None, [], []
+    return replace(row, params=params)
 
 
 class Followers(Peers):
