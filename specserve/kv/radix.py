@@ -80,10 +80,10 @@ class RadixCache:
         self._free_snapshots = list(range(snapshots, 0, -1))
         self._kept = OrderedDict[int, _Node]()  # where each snapshot is, by last use
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> Prefix:
-        """Return the longest prefix of ``tokens`` that was inserted with the same ``salt`` and can be used. The caller
-        takes references, and the snapshot, before anything else runs."""
-        path, size = list(self._walk(self.keys(tokens, salt))), self._page_size
+    def match(self, keys: list[Key]) -> Prefix:
+        """Return a sequence's longest prefix that was inserted and can be used. The caller takes references, and the
+        snapshot, before anything else runs."""
+        path, size = list(self._walk(keys)), self._page_size
         found, states, end = self._pages_on(path), dict[int, int](), 0
         for node, matched in path:
             end += matched

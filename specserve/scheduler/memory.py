@@ -14,7 +14,7 @@ from operator import ne
 
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
-from specserve.kv.radix import Prefix, RadixCache
+from specserve.kv.radix import Key, Prefix, RadixCache
 from specserve.kv.states import STOPS
 from specserve.scheduler.points import LAUNCH_COST, Snapshots
 from specserve.scheduler.request import Hold, Request
@@ -44,15 +44,17 @@ class Memory:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def take_prefix(self, request: Request, tokens: Sequence[int]) -> int:
-        """Give the request the longest cached prefix of its tokens, as ``take`` does."""
-        return self.take(request, self.find(request, tokens))
-
-    def find(self, request: Request, tokens: Sequence[int]) -> Prefix:
-        """Return the longest cached prefix of a request's tokens. At least the last token is left to compute."""
+    def find(self, request: Request) -> Prefix:
+        """Return a request's longest cached prefix. At least the last token is left to compute."""
         if self.cache is None:
             return Prefix(0, 0, [[] for _ in self.windows], 0)
-        return self.cache.match(tokens[: len(tokens) - 1], request.salt)
+        return self.cache.match(self._keys(self.cache, request, (request.reusable - 1) // self.page_size))
+
+    def _keys(self, cache: RadixCache, request: Request, pages: int) -> list[Key]:
+        """Return the keys of a request's first pages, which are made once."""
+        if len(request.keys) < pages:
+            request.keys += cache.keys(request.tokens, request.salt, len(request.keys))
+        return request.keys[:pages]
 
     def take(self, request: Request, found: Prefix) -> int:
         """Give the request a prefix's pages, in place of its own. Return how many tokens are cached, or were before; if
@@ -209,11 +211,7 @@ class Memory:
         whole, before = request.computed // self.page_size, request.remembered
         if self.cache is None or whole == before:
             return []
-        request.remembered, changed = whole, False
-        if len(request.keys) < whole:
-            tokens = request.context if request.prefilling else request.tokens
-            request.keys += self.cache.keys(tokens, request.salt, len(request.keys))
-        keys = request.keys[:whole]
+        request.remembered, changed, keys = whole, False, self._keys(self.cache, request, whole)
         own = [[0] * hold.start + hold.pages[: whole - hold.start] for hold in request.holds]
         found = self.cache.insert(keys, own, goes_on=request.prefilling)
         for hold, mine, cached in zip(request.holds, own, found, strict=True):

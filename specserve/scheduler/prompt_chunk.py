@@ -46,7 +46,7 @@ class PromptChunk:
             if self._still_waits(request):
                 return
             # Reuse what was computed of its prompt since it got its slot.
-            found = self._memory.find(request, request.reusable)
+            found = self._memory.find(request)
             if self._should_wait(request, found.tokens):
                 return
             request.prefilled = self._memory.take(request, found)

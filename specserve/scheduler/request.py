@@ -124,9 +124,9 @@ class Request:
         return self.output[self.consumed :] if self.params.constrained else ()
 
     @property
-    def reusable(self) -> Sequence[int]:
+    def reusable(self) -> int:
         """Tokens that a cached prefix may cover. For a scored prompt, those whose successors have been scored."""
-        return self.tokens if self.scores is None else self.prompt[: len(self.scores) + 1]
+        return len(self.prompt) + len(self.output) if self.scores is None else len(self.scores) + 1
 
     @property
     def pages(self) -> list[PageRun]:

@@ -185,9 +185,9 @@ class Scheduler:
         while self.waiting and self._free_slots:
             request = self.waiting.head
             if self.running and self._refused == (request, self.memory.changes):
-                return  # matching a long prompt takes milliseconds
+                return
             context, chunk = request.tokens, self.limits.chunked_prefill_size
-            cached = self.memory.take_prefix(request, request.reusable)
+            cached = self.memory.take(request, self.memory.find(request))
             # Next to other requests, leave room for its first step, or it would be preempted at once.
             headroom = self.limits.headroom if self.running else 0
             tokens = len(context) + 1 + headroom

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from specserve.core import SamplingParams
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.layout import first_page
+from specserve.kv.radix import Prefix
 from specserve.kv.radix import RadixCache as RadixCacheOfKeys
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.points import Snapshots
@@ -25,6 +26,9 @@ Tokens = tuple[int, ...]
 
 class RadixCacheOfTables(RadixCacheOfKeys):
     """By tokens."""
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> Prefix:  # type: ignore[override]
+        return super().match(self.keys(tokens, salt))
 
     def insert(  # type: ignore[override]
         self, tokens: Sequence[int], pages: Sequence[Sequence[int]], salt: str = "", goes_on: bool = False
@@ -481,7 +485,7 @@ def test_tables_with_windows(
             tokens = drawn[: rng.randint(1, 40)]
             request = request_of(tokens)
             expected = deepest(tuple(tokens[:-1]))
-            request.prefilled = memory.take_prefix(request, tokens)
+            request.prefilled = memory.take(request, memory.find(request))
             assert request.prefilled == expected * page_size
             if memory.grow(request, len(tokens) + 1, request.prefilled + 7) is None:
                 memory.release(request)
@@ -524,29 +528,24 @@ def test_tables_with_windows(
 
 
 def test_what_a_chunk_of_a_long_prompt_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and references of its own pages, wherever it is."""
-    sliced, shared, size = list[int](), list[int](), 4
-
-    class Prompt(tuple[int, ...]):
-        def __getitem__(self, index: Any) -> Any:
-            sliced.append(len(range(*index.indices(len(self)))))
-            return tuple(self)[index]
-
-    memory, prompt = Memory(100, size, True, snapshots=Snapshots(20, (), 8)), Prompt(range(256))
-    share = memory.allocator.share
+    """References of its own pages, wherever it is. Keys are made once, however often the prompt is looked up."""
+    shared, size, prompt = list[int](), 4, range(256)
+    memory = Memory(100, size, True, snapshots=Snapshots(20, (), 8))
+    assert memory.cache is not None
+    share, keys = memory.allocator.share, Mock(wraps=memory.cache.keys)
 
     def sharing(pages: Sequence[int]) -> None:
         shared.append(len(pages))
         share(pages)
 
     monkeypatch.setattr(memory.allocator, "share", sharing)
+    monkeypatch.setattr(memory.cache, "keys", keys)
     request = request_of(prompt)
-    memory.take_prefix(request, prompt)
+    assert [memory.find(request).known for _ in range(3)] == [0, 0, 0]
     assert memory.grow(request, len(prompt)) is not None
-    sliced.clear()
     request.points = ends = [*range(16, 257, 16)]
     for request.prefilled in ends:
         memory.remember(request)
         assert memory.keep(request)
-    assert sliced == [size] * 64
+    assert keys.call_count == 1
     assert max(shared) == 16 // size

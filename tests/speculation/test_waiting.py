@@ -34,12 +34,12 @@ def test_who_waits_is_not_tried_while_others_grow(agreeing: Checkpoints) -> None
         agreeing.target, page_size=1, max_total_tokens=200, max_running_requests=8, overlap_schedule="off"
     )
     client, tried = Client(scheduler), []
-    take = Memory.take_prefix
+    find = Memory.find
     for index in range(4):
         client.submit(str(index), [3 + index, 9, 14, 2], params(10 if index == 0 else 30))
     client.iterate()
     client.submit("long", [33, *range(1, 60)] * 3, params(2))
-    with patch.object(Memory, "take_prefix", lambda m, r, t: tried.append(r.rid) or take(m, r, t)):
+    with patch.object(Memory, "find", lambda m, r: tried.append(r.rid) or find(m, r)):
         for _ in range(20):
             client.iterate()
         assert running(scheduler) == ["1", "2", "3"], "one has ended, which was not enough"
@@ -76,8 +76,7 @@ def test_who_shares_what_another_has_computed_does_not_wait_for_its_end(agreeing
 
 def fits(memory: Memory, request: Request, tokens: int) -> bool:
     """By count: all its pages but the cached ones that others use have to be available."""
-    assert memory.cache is not None
-    (cached,) = memory.cache.match(request.reusable[: len(request.reusable) - 1]).pages
+    (cached,) = memory.find(request).pages
     used = sum(memory.allocator.references(page) > 1 for page in cached)
     return memory.pages_for(tokens) <= memory.available + used
 
@@ -94,7 +93,7 @@ def test_until_pages_are_freed_or_cached_nothing_fits(page_size: int) -> None:
         )
 
     def take(request: Request, tokens: int) -> bool:
-        request.prefilled = memory.take_prefix(request, request.reusable)
+        request.prefilled = memory.take(request, memory.find(request))
         return memory.grow(request, tokens) is not None
 
     others: list[Request] = []
