@@ -89,15 +89,8 @@ class RadixCache:
             end += matched
             if node.state and matched == len(node.keys):
                 states[end] = node.state
-        best, run = 0, [0] * len(found)  # pages that follow each other, up to the last one
-        for length, column in enumerate(zip(*found, strict=True), start=1) if self._sliding else ():
-            run = [before + 1 if page else 0 for before, page in zip(run, column, strict=True)]
-            firsts = [first_page(window, length * size, size) for window in self._windows]
-            usable = length in states or not self.snapshots
-            if usable and all(pages >= length - first for pages, first in zip(run, firsts, strict=True)):
-                best = length
-        if not self._sliding:
-            best = max(states, default=0) if self.snapshots else end
+        ends = reversed(states) if self.snapshots else range(end, 0, -1)
+        best = next((length for length in ends if self._has_windows(found, length)), 0)
         for window, pages in zip(self._windows, found, strict=True):
             first = first_page(window, best * size, size)
             pages[:] = [0] * first + pages[first:best]
@@ -109,6 +102,14 @@ class RadixCache:
             if not best:
                 self._end_at(node)
         return prefix
+
+    def _has_windows(self, found: list[list[int]], length: int) -> bool:
+        """Return whether no page is missing of the windows that tokens after the first ``length`` pages see."""
+        size = self._page_size
+        return not any(
+            window is not None and 0 in pages[first_page(window, length * size, size) : length]
+            for window, pages in zip(self._windows, found, strict=True)
+        )
 
     def keys(self, tokens: Sequence[int], salt: str = "", begin: int = 0) -> list[Key]:
         """Return the keys of a sequence's whole pages, from index ``begin`` on."""

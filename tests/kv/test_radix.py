@@ -434,6 +434,15 @@ def test_windows_stay_where_prefixes_end() -> None:
     assert (allocator.free, allocator.problems()) == (99, [])
 
 
+def test_the_longest_prefix_is_looked_for_from_its_end() -> None:
+    allocator, tokens = PageAllocator(9000), range(4000)
+    cache = RadixCacheOfTables(allocator, 1, (None, 4))
+    cache.insert(tokens, [allocator.allocate(4000) for _ in range(2)])
+    with count_calls() as calls:
+        assert cache.match(tokens).tokens == 4000
+    assert len(calls) < 100
+
+
 @pytest.mark.parametrize("windows", [(None, 6, 6), (9, 5), (None, None, 20)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_tables_with_windows(
