@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from specserve.config import make_settings
-from specserve.layers.formats import stored
+from specserve.layers.formats import compressed_tensors, stored
 from specserve.layers.formats.awq import AwqLayout
-from specserve.layers.formats.fp8 import named_by
+from specserve.layers.formats.fp8 import PER_TENSOR, named_by
 from specserve.layers.formats.gptq import GptqLayout
 from specserve.layers.formats.pack_quantized import PackQuantizedLayout
 from specserve.models.read_config import load_model_config
@@ -459,15 +459,21 @@ def test_a_flag_that_says_what_the_checkpoint_is(
 
 
 def test_long_lists_of_what_is_left_out_are_read_in_no_time() -> None:
-    """As long as those of models with hundreds of experts in each layer, which are compared with each module."""
+    """As long as those of models with hundreds of experts in each layer. So are those of what groups have."""
     left = [f"model.layers.{layer}.linear_attn.{part}" for layer in range(100) for part in "abcdefghij"]
     named, modules = (
         named_by([*left, "head", "model.vision"], ["*.mtp.?"]),
         [f"model.layers.{n}" for n in range(10**4)],
     )
+    targets = ["Linear", "model.layers.0"], ["re:.*1$", "model.layers.0"], modules[2:]
+    weights = ({**FLOAT8, "strategy": each} for each in ("channel", "tensor", "channel"))
+    groups = {str(each): {"targets": each, "weights": next(weights)} for each in targets}
+    files = dict.fromkeys((f"{each.removeprefix('model.')}.weight_scale" for each in modules), torch.float32)
     begin = time.process_time()
     assert not any(map(named, modules))
+    found: Any = compressed_tensors.read({"config_groups": groups, "ignore": left}, files).layouts
     assert time.process_time() - begin < 1
+    assert [n for n in (0, 1, 11) if found[f"layers.{n}"].block == PER_TENSOR] == [1], "by name, else pattern"
     yes = "lm.head", "head", "head.0", "model.vision.0.q_proj", left[0], f"{left[0]}.b", "a.mtp.b"
     assert all(map(named, yes))
     assert not any(map(named, ("lm_head", "model", "model.vision_0", "a.mtp.bc")))

@@ -8,9 +8,9 @@ and zero points of activations are not used: see docs/decisions/0019-fp8-activat
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from specserve_kernels import Numbers
@@ -42,6 +42,7 @@ from specserve.layers.formats.stored import (
 from specserve.layers.formats.words import group_of, scales_of
 from specserve.layers.weights import Dtypes
 
+T = TypeVar("T")
 _FORMATS = (
     "float-quantized",
     "naive-quantized",
@@ -54,7 +55,6 @@ _FORMATS = (
 )
 _ORDERS = (True, False, "group", "dynamic", "weight", "static")
 _STATUS = ("compressed", "frozen")
-_CLASSES = "Linear", "Embedding"
 _INT8, _INT4, _FLOAT8 = {"strategy": "channel"}, {"num_bits": 4, "group_size": 128}, {"type": "float"}
 _NVFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {**_FLOAT8, "num_bits": 4, "strategy": "group", "group_size": 32}
@@ -143,14 +143,16 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     groups = [_group(config, name, fields) for name, fields in given.items()]
     groups = [group for group in groups if group.fields.get("weights") is not None]
     modules = modules_with(files, "weight_scale")
-    left = {*texts(config, "ignore")}
-    others = [each for each in left if each.startswith("re:") or each in _CLASSES]
-    check_left_out(
-        modules,
-        "ignore",
-        lambda module: module in left or any(_rank(module, each) is not None for each in others),
-    )
-    layouts = {module: _layout_of(full_name(module), groups) for module in modules}
+    left = _best(dict.fromkeys(texts(config, "ignore"), True))
+    check_left_out(modules, "ignore", lambda module: left(module) is not None)
+    layouts, of = dict[str, Layout](), dict[str, _Group]()
+    for group in groups:
+        of |= {target: group for target in group.targets if target not in of}
+    best = _best(of)
+    for module in modules:
+        if (found := best(name := full_name(module))) is None:
+            raise ExcludedError(f"no group of config_groups has {name}, which the files hold quantized")
+        layouts[module] = found.layout()
     for module, layout in layouts.items():
         if isinstance(layout, PackQuantizedLayout):
             indexed, scales = f"{module}.weight_g_idx" in files, scales_of(files, f"{module}.weight_scale")
@@ -226,23 +228,15 @@ def _block(given: object) -> tuple[int, int]:
     return block_of(given, "block_structure")
 
 
-def _layout_of(module: str, groups: Collection[_Group]) -> Layout:
-    """Return the layout of the group that matches a module best. Raises ExcludedError if none does."""
-    ranked = [
-        (rank, group)
-        for group in groups
-        for target in group.targets
-        if (rank := _rank(module, target)) is not None
-    ]
-    if not ranked:
-        raise ExcludedError(f"no group of config_groups has {module}, which the files hold quantized")
-    return min(ranked, key=lambda item: item[0])[1].layout()
+def _best(of: Mapping[str, T]) -> Callable[[str], T | None]:
+    """Return what finds the value of the target that matches a module best: its name, else a pattern, else its class.
+    There may be a hundred thousand modules, each by its name."""
+    patterns = [target for target in of if target.startswith("re:")]
 
+    def find(module: str) -> T | None:
+        if module in of:
+            return of[module]
+        found = [of[target] for target in patterns if matches(target.removeprefix("re:"), module)]
+        return found[0] if found else of.get("Embedding" if "embed_tokens" in module else "Linear")
 
-def _rank(module: str, target: str) -> int | None:
-    """Return how a target matches a module: 0 by name, 1 by a pattern, 2 by class, None if not at all."""
-    if target == module:
-        return 0
-    if target.startswith("re:"):
-        return 1 if matches(target.removeprefix("re:"), module) else None
-    return 2 if target == _CLASSES["embed_tokens" in module] else None
+    return find
