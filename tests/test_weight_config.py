@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specserve.config import make_settings
-from specserve.layers.formats import compressed_tensors, stored
+from specserve.layers.formats import compressed_tensors, gptq, stored
 from specserve.layers.formats.awq import AwqLayout
 from specserve.layers.formats.fp8 import PER_TENSOR, named_by
 from specserve.layers.formats.gptq import GptqLayout
@@ -472,6 +472,9 @@ def test_long_lists_of_what_is_left_out_are_read_in_no_time() -> None:
     begin = time.process_time()
     assert not any(map(named, modules))
     found: Any = compressed_tensors.read({"config_groups": groups, "ignore": left}, files).layouts
+    dynamic = {rf"+:.*\.layers\.{n}\.a": {"bits": 8} for n in range(600)}
+    given = {"bits": 4, "sym": True, "group_size": 128, "dynamic": dynamic}
+    gptq.read(given, {f"{n}.{kind}": torch.float16 for n in range(100) for kind in ("qweight", "scales")})
     assert time.process_time() - begin < 1
     assert [n for n in (0, 1, 11) if found[f"layers.{n}"].block == PER_TENSOR] == [1], "by name, else pattern"
     yes = "lm.head", "head", "head.0", "model.vision.0.q_proj", left[0], f"{left[0]}.b", "a.mtp.b"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,14 +118,19 @@ def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     one_of(config, "pack_dtype", ("int32",))
     modules = modules_with(files, "qweight")
     check_left_out(modules, "modules_in_block_to_quantize", _outside(config))
-    check_left_out(modules, "dynamic", lambda module: _overrides(config, module) is None)
-    layouts = {module: _layout(config, module, files) for module in modules}
+    overrides = _overrides(config)
+    check_left_out(modules, "dynamic", lambda module: overrides(module) is None)
+    layouts = {
+        module: _layout(config, overrides(full_name(module)) or {}, module, files) for module in modules
+    }
     return stored_weights("gptq", layouts, ())
 
 
-def _layout(config: Mapping[str, Any], module: str, files: Dtypes) -> GptqLayout:
+def _layout(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], module: str, files: Dtypes
+) -> GptqLayout:
     """Return a module's layout. Raises ValueError naming a field that no kernel supports."""
-    fields = {**config, **(_overrides(config, full_name(module)) or {})}
+    fields = {**config, **overrides}
     bits, sym = bits_of(fields, "bits", (4, 8)), one_of(fields, "sym", (True, False))
     symmetric = sym is True or (sym is None and bits == 8)  # 4 bits without it: by the file's zero points
     if bits == 8 and not symmetric:
@@ -139,12 +145,19 @@ def _layout(config: Mapping[str, Any], module: str, files: Dtypes) -> GptqLayout
     return GptqLayout(bits, group_of(fields), symmetric, less, indexed, biased, zeros, scales)
 
 
-def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-    """Return the overrides of the first pattern of ``dynamic`` that matches a module; None if that excludes it."""
-    for pattern, fields in objects(config, "dynamic").items():
-        if matches(text_name(pattern).removeprefix("-:").removeprefix("+:"), module):
-            return None if pattern.startswith("-:") else fields
-    return {}
+def _overrides(config: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
+    """Return what finds the overrides of the first pattern of ``dynamic`` that matches a module; None if that excludes
+    it."""
+    given = [(text_name(pattern), fields) for pattern, fields in objects(config, "dynamic").items()]
+
+    @cache
+    def find(module: str) -> Mapping[str, Any] | None:
+        for pattern, fields in given:
+            if matches(pattern.removeprefix("-:").removeprefix("+:"), module):
+                return None if pattern.startswith("-:") else fields
+        return {}
+
+    return find
 
 
 def _outside(config: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from math import gcd
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -495,8 +495,13 @@ def modules_with(names: Collection[str], *kinds: str) -> list[str]:
 def matches(pattern: str, module: str) -> bool:
     """Return whether a module's name begins with a match of a regular expression. Raises ValueError if it is
     invalid."""
+    return _compiled(pattern).match(module) is not None
+
+
+@cache  # re has one for 512
+def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return re.match(pattern, module) is not None
+        return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"quantization_config: {pattern!r} is not a regular expression: {error}") from None
 
