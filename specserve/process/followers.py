@@ -82,8 +82,8 @@ def _read(control: socket.socket, size: int) -> bytes | None:
 
 
 def brief(command: Command) -> Command:
-    """Return a launch without texts and lists that only this rank reads, or ``Admit`` has said: each would take as long
-    as they are. Launches read whether there are any."""
+    """Return a launch without texts and lists, which may be long: the others don't read them, or have them from
+    ``Admit``. They do read whether there are any."""
     if not isinstance(command, Prefill | Step | Begin | Settle):
         return command
     return msgspec.structs.replace(command, rows=[_brief(row) for row in command.rows])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 INTERVAL = 1024
 # The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
 LAUNCH_COST = 256
-MOST_CUTS = 64  # of a chunk
+MOST_CUTS = 64  # of a chunk in one iteration
 
 
 @dataclass(frozen=True, slots=True)
