@@ -3,7 +3,7 @@ and the kernel on a CPU under Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -267,19 +267,31 @@ def test_kernel(state: torch.dtype, begin: int, tolerance: float, monkeypatch: p
     assert check_passes(layer, 51, begin, [30], trees=2, nodes=20) < tolerance
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="its sizes are the interpreter's")
+def test_nodes_of_several_requests() -> None:
+    """As deep as a block, across two borders of groups each: the bits of the same tokens as prompts."""
+    torch.manual_seed(0)
+    layer = Layer(ops, replace(INTERPRETED, block=32), (torch.float32, torch.float32))
+    rows, lengths, counts = [0, 1, 2], [46, 13, 95], [32, 30, 31]
+    layer.prompts([layer.draw(length) for length in lengths], rows, [0, 0, 0])
+    drawn = [layer.draw(count) for count in counts]
+    found, _ = layer.run(joined(*drawn), layer.runs(rows, lengths, counts, None), prompts=False)
+    assert torch.equal(found, torch.cat(layer.prompts(drawn, rows, lengths)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("state", "entry"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-)  # each compiles six to eight kernels, for 10 to 20 seconds
+)  # each compiles seven to nine kernels
 def test_kernel_on_a_gpu(state: torch.dtype, entry: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row against sixteen, trees against chains, folds within a verification against those at commit, the kernel of
-    few nodes against that of all, prompts cut as of many requests against as of few."""
+    few nodes against that of all, programs of few requests against those of many."""
     torch.manual_seed(0)
     few = cycle((True, False, True))  # so that every second tree, of few nodes, is now one's, now the other's
     monkeypatch.setattr(inputs_ops, "FEW", 64)
     monkeypatch.setattr(delta_rule_ops, "takes", lambda *given: next(few) and delta_steps_ops.takes(*given))
-    most = cycle((0, 1 << 20))  # so that chunks are now cut as prompts of many requests, now as those of few
+    most = cycle((0, 1 << 20))  # so that launches are now those of many requests, now of few
     monkeypatch.setattr(delta_rule_ops, "limits_of", lambda _: SimpleNamespace(processors=next(most)))
     # private: all chunks here have fewer tokens
     monkeypatch.setattr(delta_rule_ops, "_FEW_TOKENS", 0)

@@ -49,17 +49,17 @@ _WIDE = {"C": 16, "S": 16, "X": 64, "num_warps": 4}  # of entries that tensor co
 def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
     if takes(kept, runs):
         return delta_steps(inputs, kept, runs, made_TVU)
-    parts = _FEW_NODES if _has_room(runs, made_TVU) else _NODES
+    parts = _FEW_NODES if _are_few(runs, made_TVU) else _NODES
     return _run(inputs, kept, runs, made_TVU, parts, prompts=False)
 
 
 def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
-    few = len(made_TVU) <= _FEW_TOKENS or _has_room(runs, made_TVU)
+    few = len(made_TVU) <= _FEW_TOKENS or _are_few(runs, made_TVU)
     return _run(inputs, kept, runs, made_TVU, _FEW if few else _PROMPTS, prompts=True)
 
 
-def _has_room(runs: Runs, made_TVU: Tensor) -> bool:
-    """Return whether processors would be left over."""
+def _are_few(runs: Runs, made_TVU: Tensor) -> bool:
+    """Return whether each run's head has a processor of its own."""
     return len(runs.rows_B) * made_TVU.shape[1] <= limits_of(made_TVU.device).processors
 
 
@@ -392,6 +392,7 @@ def _read_group(
 
 @triton.jit
 def _store_given(room_RX, sum_RX, low_RX, is_key_R, value_RX):
+    """Store what rows have without entries of their group: keys what they correct, queries their outputs."""
     sum_RX += low_RX
     tl.store(room_RX, tl.where(is_key_R[:, None], value_RX - sum_RX, sum_RX))
 
@@ -401,8 +402,8 @@ def _substitute(
     weights, beta, out, made, position_ptr, token, begin, end, group, channel_X,
     PROMPTS: tl.constexpr, V: tl.constexpr, U: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Do the rest for those of 16 tokens that are in a group: by vectors, one for each row, from the room after
-    ``weights``, where first those without and then those with entries of the group are."""
+    """Do the rest for those of 16 tokens that are in a group: by vectors, one for each row. After ``weights`` the room
+    has, of each row, what ``_store_given`` stores and then the sum of its group's earlier entries."""
     X: tl.constexpr = channel_X.shape[0]
     index_X, rows = tl.arange(0, X), weights + R * _TILE
     given, own, here, factors, made_by = (), (), (), (), ()
