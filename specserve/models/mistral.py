@@ -1,4 +1,5 @@
-"""Mistral: Llama without biases; its first version has sliding-window attention, Ministral 3 queries that grow."""
+"""Mistral: Llama without biases; its first version has sliding-window attention, Ministral 3 queries that grow, Mixtral
+eight experts in place of its MLP."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from specserve.layers.batch import Softmax
-from specserve.layers.config import LayerConfig
+from specserve.layers.config import ExpertsConfig, LayerConfig
 from specserve.layers.decoder import Attention, DecoderLayer
 from specserve.models.base import TargetModel
 from specserve.models.config import ModelConfig, with_windows
+from specserve.models.qwen_moe import routing
 
 
 class MistralModel(TargetModel):
@@ -68,3 +70,22 @@ class Ministral3Model(MistralModel):
         for module in self.modules():
             if isinstance(module, Ministral3Attention):
                 module.factor_P = factor_P.to(self.dtype)
+
+
+class MixtralModel(MistralModel):
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **MistralModel.defaults,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+    renamed: ClassVar[Mapping[str, str]] = {"mlp": "block_sparse_moe"}
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        names: Any = {"module": "block_sparse_moe", "parts": ("w1", "w3", "w2")}
+        mine = ExpertsConfig(routing(fields["num_local_experts"], fields), layer.intermediate_size, **names)
+        return replace(super().read_layer(layer, fields), experts=mine)

@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms only after each block, and of all heads of q and k together."""
+"""OLMo 2 and 3: norms only after each block, and of all heads of q and k together. EXAONE 4: the same layer with norms
+of single heads; with windows, layers without one do not rotate."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from specserve.layers.decoder import MLP, Attention, DecoderLayer
 from specserve.layers.embedding import Embedding
 from specserve.layers.norms import RMSNorm, WideRMSNorm
 from specserve.layers.ranks import Update, summed
-from specserve.layers.rotary import RopeConfig
+from specserve.layers.rotary import NO_ROPE, RopeConfig
 from specserve.models.base import TargetModel
-from specserve.models.config import ropes_by_kind, with_windows
+from specserve.models.config import rope_config, ropes_by_kind, with_windows
 
 
 class OlmoAttention(Attention):
@@ -96,3 +97,21 @@ class Olmo3Model(OlmoModel):
     @classmethod
     def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
         return ropes_by_kind(fields, source, fields["rope_theta"], fields["rope_theta"])
+
+
+class Exaone4Model(OlmoModel):
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+    layer_class: ClassVar[type[DecoderLayer]] = OlmoLayer.of(attention_class=Attention, norm_class=RMSNorm)
+
+    @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
+        window, pattern = fields["sliding_window"], fields.get("sliding_window_pattern") or 4
+        whole = replace(layer, qk_norm=True, rope=int(window is not None))
+        if window is None:
+            return [whole] * fields["num_hidden_layers"]
+        every = len(pattern) if isinstance(pattern, str) else pattern  # LLLG or 4
+        return with_windows(whole, window, fields, lambda number: (number + 1) % every != 0)
+
+    @classmethod
+    def read_ropes(cls, fields: Mapping[str, Any], source: Path) -> tuple[RopeConfig, ...]:
+        return rope_config(fields, source), NO_ROPE

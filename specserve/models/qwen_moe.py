@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from specserve_kernels import Routing
 
 from specserve.layers.config import ExpertsConfig, LayerConfig
-from specserve.models.qwen2 import Qwen2Model
-from specserve.models.qwen3 import Qwen3Model
+from specserve.models.qwen import Qwen2Model, Qwen3Model
 
 
 class Qwen3MoeModel(Qwen3Model):

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v. Qwen3: instead a norm on each head of q and k, before rotation.
+MiMo: Qwen2 with an extra layer that predicts one more token, without which the target runs."""
 
 from __future__ import annotations
 
@@ -30,3 +31,20 @@ class Qwen2Model(TargetModel):
         layer, first = cls.read_layer(layer, fields), fields["max_window_layers"]
         window = fields["sliding_window"] if fields.get("use_sliding_window") else None
         return with_windows(layer, window, fields, lambda number: number >= first)
+
+
+class Qwen3Model(Qwen2Model):
+    """Uses a head size of 128 if the config does not say, whatever the hidden size."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen2Model.defaults, "head_dim": 128}
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        bias = bool(fields.get("attention_bias"))
+        return replace(layer, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+class MiMoModel(Qwen2Model):
+    """Ignores the ``mtp_layers``, which belong to a drafter."""
+
+    unread: ClassVar[tuple[str, ...]] = (*Qwen2Model.unread, "mtp_layers.")
