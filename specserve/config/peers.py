@@ -20,11 +20,8 @@ _SAME = {
     "revision": "speculative_draft_model_revision",
     "num_speculative_tokens": "speculative_num_steps",
 }
-_METHOD, _LENGTH, _RATES = (
-    "rejection_sample_method",
-    "synthetic_acceptance_length",
-    "synthetic_acceptance_rates",
-)
+_METHOD = "rejection_sample_method"
+_LENGTH, _RATES = "synthetic_acceptance_length", "synthetic_acceptance_rates"
 KEYS = (*_SAME, _METHOD, _LENGTH, _RATES)
 _METHODS = "standard", "strict", "synthetic"
 

@@ -176,11 +176,8 @@ def load_parameters(
     the module takes plain. Raises ValueError, before anything is read, naming the file and a tensor that is missing or
     has the wrong shape or dtype.
     """
-    stored, inference, names = (
-        list(_stored(module, rename, weights)),
-        torch.is_inference_mode_enabled(),
-        list[str](),
-    )
+    stored, names = list(_stored(module, rename, weights)), list[str]()
+    inference = torch.is_inference_mode_enabled()
     for each in stored:
         for name, target in itertools.chain.from_iterable(part.items() for part in each.parts):
             names.append(name)

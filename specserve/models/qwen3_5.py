@@ -100,11 +100,8 @@ class Qwen3_5Model(PartialModel):
     @classmethod
     def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> list[LayerConfig]:
         """Keys, values and states are indexed by kind."""
-        layer, count, every = (
-            cls.read_layer(layer, fields),
-            fields["num_hidden_layers"],
-            fields["full_attention_interval"],
-        )
+        layer = cls.read_layer(layer, fields)
+        count, every = fields["num_hidden_layers"], fields["full_attention_interval"]
         kinds = fields.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(count)]
         check_kinds("layer_types", kinds, count, LINEAR, FULL)
         if FULL not in kinds:

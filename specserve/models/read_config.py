@@ -72,9 +72,7 @@ def load_model_config(
     path = model_path / "config.json"
     fields = read_json(path)
     text = fields.get("text_config")
-    if isinstance(
-        text, dict
-    ):  # beside a vision part; what is around both says whether the head is the embedding
+    if isinstance(text, dict):  # beside a vision part; what is around both says of the head
         fields = {**fields, **text, **{name: fields[name] for name in _OUTER if name in fields}}
     architectures = fields.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:

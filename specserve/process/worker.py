@@ -228,9 +228,7 @@ class Loop:
             if (received := self._port.receive(engine.patience if busy else rest, busy)) is None:
                 return
             if not busy and not received:
-                if (
-                    not self._checked
-                ):  # it walks over all pages, and a request may follow the last one at once
+                if not self._checked:  # not right after the last request: it walks over all pages
                     engine.check_idle()
                 self._checked = True
                 continue

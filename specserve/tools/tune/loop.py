@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 import torch
 
@@ -34,13 +35,7 @@ class Run:
     request_steps: int = 0
 
     def __add__(self, other: Run) -> Run:
-        return Run(
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-            self.prefill_seconds + other.prefill_seconds,
-            self.steps + other.steps,
-            self.request_steps + other.request_steps,
-        )
+        return Run(*map(add, astuple(self), astuple(other)))
 
     @property
     def rate(self) -> float:
@@ -92,9 +87,7 @@ class _Window:
         self._steps, self._prefills = self.runner.steps, len(self.runner.prefills)
 
     def count(self, message: Tokens) -> None:
-        if (
-            message.speculation is not None and message.speculation.steps
-        ):  # otherwise it is the first token, from prefill
+        if message.speculation is not None and message.speculation.steps:  # else it is prefill's token
             self.tokens += len(message.token_ids)
             self.request_steps += 1
 
