@@ -85,22 +85,31 @@ class Engines:
 
 
 def test_points() -> None:
-    """Ends of pages with 32 tokens between, where texts branch, and of messages and prompts that are not close."""
-    snapshots = Snapshots(9, {END}, 8)
+    """Ends of pages with 32 tokens between, where texts branch, and of messages and prompts that are not close. Those
+    that are only passed: at intervals, and of messages in the middle."""
+
+    def points(tokens: Sequence[int], *known: int, room: int = 9, forked: bool = False) -> list[int]:
+        found = Snapshots(room, {END}, 8).points(tokens, *known, forked)
+        passed.append([point for point, passing in found.items() if passing])
+        return list(found)
+
+    passed = list[list[int]]()
     lengths = 9, 3, 20, 2, 4, 6
     chat = [token for length in lengths for token in (*text(length - 1), END)] + text(3)
-    assert snapshots.points(chat, 0, 0, PAGE) == [8, 32, 47]
-    assert snapshots.points(chat, 8, 20, PAGE) == [20, 32, 47]
-    assert snapshots.points(text(80), 0, 40, PAGE) == [32, 40, 64, 76], "its last page would be whole"
-    assert snapshots.points(text(70), 0, 4, PAGE) == [32, 64]
-    assert snapshots.points(text(70), 32, 32, PAGE, forked=True) == [64, 70]
-    assert snapshots.points(text(74), 64, 64, 16, forked=True) == []
-    assert snapshots.points(text(74), 32, 32, 16, forked=True) == [64], "another block has begun"
-    assert snapshots.points([*text(6), END], 0, 0, 64) == []
-    assert Snapshots(4, {END}, 8).points(text(170), 0, 0, PAGE) == [96, 170], "half of the room"
+    assert points(chat, 0, 0, PAGE) == [8, 32, 47]
+    assert points(chat, 8, 20, PAGE) == [20, 32, 47]
+    assert points(text(80), 0, 40, PAGE) == [32, 40, 64, 76], "its last page would be whole"
+    assert points(text(70), 0, 4, PAGE) == [32, 64]
+    assert points(text(70), 32, 32, PAGE, forked=True) == [64, 70]
+    assert points(text(74), 64, 64, 16, forked=True) == []
+    assert points(text(74), 32, 32, 16, forked=True) == [64], "another block has begun"
+    assert points([*text(6), END], 0, 0, 64) == []
+    assert points(text(170), 0, 0, PAGE, room=4) == [96, 170], "half of the room"
     turns = [*text(15), END] * 10
-    assert Snapshots(8, {END}, 8).points(turns, 0, 0, PAGE) == [16, 32, 64, 96, 128, 156], "of all but two"
-    assert Snapshots(16, {END}, 8).points(turns, 0, 0, PAGE) == [16, 32, 64, 96, 112, 128, 156]
+    assert points(turns, 0, 0, PAGE, room=8) == [16, 32, 64, 96, 128, 156], "of all but two"
+    assert points(turns, 0, 0, PAGE, room=16) == [16, 32, 64, 96, 112, 128, 156]
+    assert passed[:9] == [[32], [32], [32, 64], [32], [64], [], [], [], [96]], "not what stands for the end"
+    assert passed[9:] == [[32, 64, 96, 128], [32, 64, 96, 112, 128]]
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
@@ -220,6 +229,17 @@ def test_answers_make_room_for_what_follows(length: int, target: Path) -> None:
             chat += [*engines.answers(chat)[0].tokens, END, *text(length - 1), END, *text(3)]
             assert engines.cached(chat) == [(len(chat) - length - 5) // PAGE * PAGE]
     assert [engines.cached([*system, *text(3)]) for _ in range(2)] == [[16], [16]]
+
+
+def test_long_prompts_leave_chats_their_ends(target: Path) -> None:
+    """What prompts keep on the way makes room first, but for the last of it, which serves texts that leave them."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + 16)
+    chats = [[*text(139), END, *text(3)] for _ in range(5)]
+    first = [*chats[-1][:130], *text(8)]
+    for chat in chats:
+        chat += [*engines.answers(chat)[0].tokens, END, *text(11), END, *text(3)]
+    assert engines.cached(first) == [128]
+    assert [engines.cached(chat) for chat in chats] == [[148]] * 5
 
 
 @pytest.mark.parametrize(("room", "others", "calls"), [(4, 0, True), (4, 1, False), (8, 3, False)])

@@ -6,7 +6,7 @@ own, and a page is evicted only when the tree is its last owner. A window's tabl
 whoever computed them, or evicted: a prefix can be used where each table has the pages that tokens after it see.
 
 Of layers that keep a state, a prefix can be used only where a snapshot of it exists, which is at ends of edges.
-Snapshots have memory of their own, where the one used least recently makes room; no request holds any.
+Snapshots have memory of their own, where the least useful one makes room; no request holds any.
 """
 
 from __future__ import annotations
@@ -78,25 +78,26 @@ class RadixCache:
         self.num_pages = 0
         self.snapshots = snapshots
         self._free_snapshots = list(range(snapshots, 0, -1))
-        self._kept = OrderedDict[int, _Node]()  # where each snapshot is, by last use
+        # Where snapshots are, by last use: those that others replace, those on the way through a prompt, all others.
+        self._spent, self._passing, self._lasting = (OrderedDict[int, _Node]() for _ in range(3))
 
     def match(self, keys: list[Key]) -> Prefix:
         """Return a sequence's longest prefix that was inserted and can be used. The caller takes references, and the
         snapshot, before anything else runs."""
         path, size = list(self._walk(keys)), self._page_size
-        found, states, end = self._pages_on(path), dict[int, int](), 0
+        found, states, end = self._pages_on(path), dict[int, _Node](), 0
         for node, matched in path:
             end += matched
             if node.state and matched == len(node.keys):
-                states[end] = node.state
+                states[end] = node
         ends = reversed(states) if self.snapshots else range(end, 0, -1)
         best = next((length for length in ends if self._has_windows(found, length)), 0)
         for window, pages in zip(self._windows, found, strict=True):
             first = first_page(window, best * size, size)
             pages[:] = [0] * first + pages[first:best]
-        prefix = Prefix(best * size, end * size, found, states.get(best, 0))
-        if prefix.state:
-            self._kept.move_to_end(prefix.state)
+        if best in states:
+            self._put_state(states[best], self._lasting)
+        prefix = Prefix(best * size, end * size, found, states[best].state if best in states else 0)
         for node, _ in path if self._sliding else ():
             best -= len(node.keys)
             if not best:
@@ -159,9 +160,10 @@ class RadixCache:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
         return self.find(keys)
 
-    def keep(self, keys: list[Key], replaces: int = 0, answer: bool = False) -> int:
+    def keep(self, keys: list[Key], replaces: int = 0, answer: bool = False, passing: bool = False) -> int:
         """Return the number of a new snapshot after pages that are cached; 0 if there is one. That of the first
-        ``replaces`` tokens and those since then make room before all others, but where several sequences go on. If the
+        ``replaces`` tokens and those since then make room before all others, but where several sequences go on. Of
+        those in ``passing``, which serve only texts that leave this one there, a quarter of all outlasts others. If the
         prompt left the chat's last ``answer``, as one without its thoughts does, the next will leave this one: only
         free room takes its snapshot, and the last one before it stays."""
         *path, (node, matched) = self._walk(keys)
@@ -171,38 +173,49 @@ class RadixCache:
             assert node.parent is not None
             node.answer, node.parent.answers = True, node.parent.answers + 1
         if node.state:
-            self._kept.move_to_end(node.state)
+            self._put_state(node, self._lasting)
             return 0
-        end, fewer, leaves = 0, list[int](), False
+        end, fewer, leaves = 0, list[_Node](), False
         for above, below in pairwise([*(each for each, _ in path), node]):
             end += len(above.keys) * self._page_size
             left = 0 if below.answer else above.answers
             leaves = left > 0 or (leaves and not above.answer)
             if end >= replaces > 0 and above.state and left == len(above.children) - 1:
-                fewer.append(above.state)
+                fewer.append(above)
             if leaves and below.answer:
                 del fewer[-1:]
-        for state in reversed(fewer):
-            self._kept.move_to_end(state, last=False)
-        free = self._free_snapshots
-        if leaves and answer and not free:
+        for above in fewer:
+            self._put_state(above, self._spent)
+        free, spent = self._free_snapshots, leaves and answer
+        if spent and not free:
             return 0
-        node.state = free.pop() if free else self._drop_state(next(iter(self._kept.values())))
-        self._kept[node.state] = node
-        if leaves and answer:
-            self._kept.move_to_end(node.state, last=False)
+        node.state = free.pop() if free else self._drop_state(self._least_useful())
+        self._put_state(node, self._spent if spent else self._passing if passing else self._lasting)
         return node.state
+
+    def _put_state(self, node: _Node, order: OrderedDict[int, _Node]) -> None:
+        """Count a node's snapshot as used now, and as one of an ``order``."""
+        self._forget_state(node)
+        order[node.state] = node
+
+    def _forget_state(self, node: _Node) -> None:
+        for order in (self._spent, self._passing, self._lasting):
+            order.pop(node.state, None)
+
+    def _least_useful(self) -> _Node:
+        passing = 4 * len(self._passing) > self.snapshots or not self._lasting
+        return next(iter((self._spent or (self._passing if passing else self._lasting)).values()))
 
     def _drop_state(self, node: _Node) -> int:
         """Forget a node's snapshot. Return its number."""
+        self._forget_state(node)
         state, node.state = node.state, 0
-        del self._kept[state]
         return state
 
     @property
     def kept(self) -> int:
         """Snapshots that exist."""
-        return len(self._kept)
+        return len(self._spent) + len(self._passing) + len(self._lasting)
 
     def _fill(self, node: _Node, pages: Sequence[Sequence[int]], begin: int = 0) -> None:
         """Adopt those pages, from index ``begin`` on, that the node lacks."""

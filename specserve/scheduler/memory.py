@@ -7,7 +7,6 @@ in flight reads a page before a later one writes it for its next owner. A copy o
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 from itertools import compress, count
 from operator import ne
@@ -93,13 +92,13 @@ class Memory:
         point = max((end for end in ends if end <= same), default=0)
         if same - max(point, other.prefilled) < LAUNCH_COST:
             return point
-        insort(other.points, same)
+        other.points = dict(sorted({**other.points, same: False}.items()))
         return same
 
-    def points(self, request: Request, forked: bool) -> list[int]:
+    def points(self, request: Request, forked: bool) -> dict[int, bool]:
         """Return where the request's prompt is cut for snapshots. ``forked``: others have the same."""
         if self.cache is None or self._snapshots is None:
-            return []
+            return {}
         known = request.prefilled, request.known
         return self._snapshots.points(request.context, *known, self.page_size, forked)
 
@@ -112,7 +111,8 @@ class Memory:
         exact = len(request.stop_ids) <= STOPS and self._snapshots.serves(request.computed, end)
         if not end or not (exact if ends else request.prefilled in request.points):
             return 0
-        return self.cache.keep(request.keys[: request.remembered], request.cached_tokens or 0, ends)
+        keys, passing = request.keys[: request.remembered], not ends and request.points[request.prefilled]
+        return self.cache.keep(keys, request.cached_tokens or 0, ends, passing)
 
     @property
     def available(self) -> int:

@@ -31,10 +31,12 @@ class Snapshots:
 
     def points(
         self, tokens: Sequence[int], cached: int, known: int, page_size: int, forked: bool = False
-    ) -> list[int]:
-        """Return the points of a prompt of which ``cached`` tokens can be used and ``known`` are cached, in order. The
-        first and the last message go first. ``forked``: the prompt's end is always one. Those at intervals, and then
-        those of other messages, are further apart where a long prompt would take more than half of the room."""
+    ) -> dict[int, bool]:
+        """Return the points of a prompt of which ``cached`` tokens can be used and ``known`` are cached, in order, and
+        whether each is only passed. Others are the last one, ends of the first and the last message, and where the
+        prompt left a text. The first and the last message go first. ``forked``: the prompt's end is always one. Those
+        at intervals, and then those of other messages, are further apart where a long prompt would take more than half
+        of the room."""
         most = (len(tokens) - 1) // page_size * page_size  # the last token is always computed
         after = (index for index, token in enumerate(tokens, 1) if token in self.ends)
         ends = sorted({min(end // page_size * page_size, most) for end in after})
@@ -51,7 +53,7 @@ class Snapshots:
         found = [point for point in sorted({*found}) if point > cached]
         if found[-1:] == [most] and len(tokens) % page_size and self.serves(len(tokens), most):
             found[-1] = len(tokens)  # without a cut
-        return found
+        return {point: point not in {*ends[:1], *ends[-1:], known, *found[-1:]} for point in found}
 
 
 def _far(end: int, points: Sequence[int], least: int = 0) -> bool:

@@ -57,7 +57,7 @@ class Request:
     remembered: int = 0  # whole pages offered to the prefix cache
     known: int = 0  # tokens of the context that the prefix cache has, with or without a snapshot
     state: int = 0  # the snapshot from which it continues; 0: none, or copied already
-    points: list[int] = field(default_factory=list)  # where its prompt is cut for snapshots
+    points: dict[int, bool] = field(default_factory=dict)  # where its prompt is cut, some only passed
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit at least one token each
     consumed: int = 0  # output tokens that its constraint has consumed
@@ -72,7 +72,7 @@ class Request:
 
     def leave_slot(self) -> None:
         self.slot, self.inflight, self.pending = -1, 0, 0
-        self.begun, self.context, self.points = False, (), []
+        self.begun, self.context, self.points = False, (), {}
         self.waits, self.awaited = 0, None
 
     def extend(self, tokens: list[int], predicted: range, from_step: bool) -> None:

@@ -338,7 +338,7 @@ def test_snapshots(page_size: int) -> None:
     which stays while others are used less recently and all its pages are cached."""
     rng, allocator, room = random.Random(page_size), PageAllocator(60), 6
     cache, model = RadixCacheOfTables(allocator, page_size, snapshots=room), Model(page_size)
-    states, hits, lost = dict[Tokens, int](), 0, 0  # by last use
+    states, passing, hits, lost = dict[Tokens, int](), set[Tokens](), 0, 0  # by last use
     for _ in range(3000):
         tokens = random_tokens(rng, page_size)
         prefixes = model.prefixes(tokens)
@@ -350,11 +350,13 @@ def test_snapshots(page_size: int) -> None:
         if found.state:
             hits += 1
             states[best] = states.pop(best)
+            passing.discard(best)
         missing = len(prefixes) - len(known)
         cache.evict(missing - allocator.free if rng.random() < 0.8 else rng.randint(0, 20))
         model.forget({page for page in model.pages.values() if not allocator.references(page)})
         gone = [prefix for prefix in states if prefix not in model.pages]
         lost += len([states.pop(prefix) for prefix in gone])
+        passing &= states.keys()
         ends = sorted({rng.randint(0, len(prefixes)) for _ in range(2)})
         pages = [model.pages.get(prefix, 0) for prefix in prefixes]
         own = allocator.allocate(min(pages.count(0), allocator.free))
@@ -364,12 +366,20 @@ def test_snapshots(page_size: int) -> None:
             cache.insert(tokens, [given], goes_on=end < ends[-1])
             model.insert(tokens[: end * page_size], given)
             end = rng.choice([end, rng.randint(1, end)])  # what others have inserted may go on
-            if number := cache.keep(tokens[: end * page_size]):
+            passed, last = rng.random() < 0.5, prefixes[end - 1]
+            if number := cache.keep(tokens[: end * page_size], passing=passed):
                 if number in states.values():
-                    assert (len(states), number) == (room, states.pop(next(iter(states))))
-                states[prefixes[end - 1]] = number
+                    others = [prefix for prefix in states if prefix not in passing]
+                    among = (
+                        others
+                        if 4 * (room - len(others)) <= room
+                        else [*filter(passing.__contains__, states)]
+                    )
+                    assert (len(states), number) == (room, states.pop(among[0]))
+                states[last] = number
             else:
-                states[prefixes[end - 1]] = states.pop(prefixes[end - 1])
+                states[last], passed = states.pop(last), False
+            (passing.add if passed else passing.discard)(last)
         allocator.release(own)
         assert cache.kept == len(states)
     assert min(hits, lost) > 200
@@ -552,8 +562,8 @@ def test_what_a_chunk_of_a_long_prompt_costs(monkeypatch: pytest.MonkeyPatch) ->
     request = request_of(prompt)
     assert [memory.find(request).known for _ in range(3)] == [0, 0, 0]
     assert memory.grow(request, len(prompt)) is not None
-    request.points = ends = [*range(16, 257, 16)]
-    for request.prefilled in ends:
+    request.points = dict.fromkeys(range(16, 257, 16), True)
+    for request.prefilled in range(16, 257, 16):
         memory.remember(request)
         assert memory.keep(request)
     assert keys.call_count == 1
