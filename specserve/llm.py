@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 _READ = ("requests_all_greedy", "tool_call_parser", "reasoning_parser")
 _UNREAD = ("served_model_name",)  # though it is not in the server's group
+_KEYWORDS = {declared.flag: declared.name for declared in SETTINGS.values()}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -59,8 +61,12 @@ class _Model:
         given = make_settings(**({} if model_path is None else {"model_path": model_path}), **settings)
         for name in _ignored_settings(given):
             log.warning("%s has no effect: only the server reads it", name)
-        with Spares(given.tensor_parallel_size) as spares:
-            self._load(given, spares)
+        try:
+            with Spares(given.tensor_parallel_size) as spares:
+                self._load(given, spares)
+        except ValueError as error:
+            error.args = (re.sub("--[a-z-]+", lambda flag: _KEYWORDS.get(flag[0], flag[0]), str(error)),)
+            raise
 
     def _load(self, given: Settings, spares: Spares) -> None:
         from specserve.process.assemble import resolve_engine

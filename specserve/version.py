@@ -6,7 +6,6 @@ import contextlib
 import json
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -15,6 +14,8 @@ __version__ = "0.1.0"
 @cache
 def commit() -> str | None:
     """Return the commit that this is, of a checkout or of an installation from a repository, or None."""
+    from importlib import metadata  # takes as long as the rest of the package's import
+
     root = Path(__file__).parents[1]
     with contextlib.suppress(
         OSError, subprocess.CalledProcessError, metadata.PackageNotFoundError, ValueError, KeyError

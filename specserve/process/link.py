@@ -7,8 +7,10 @@ import contextlib
 import logging
 import multiprocessing
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,15 @@ class EngineProcess:
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_main, args=(settings, self.addresses, build), name="specserve-engine", daemon=True
         )
+        resource_tracker.ensure_running()  # which unblocks the signal
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it ignores Ctrl-C
         try:
             self.process.start()
         except OSError:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
     def close(self) -> None:
         """End the process, gracefully first, and remove its sockets."""

@@ -181,6 +181,22 @@ class TestOfOneServer:
 
 
 class TestStopping:
+    def test_interrupt_during_imports(self, model: Path) -> None:
+        """Ctrl-C ends the front at once and without a word, and leaves the engine's process, which a terminal tells
+        too, to the front."""
+        server = Server(["-X", "importtime", "-m", "specserve.launch"])
+        wait(lambda: any("config.choices" in line for line in server.lines), 10)
+        server.process.send_signal(signal.SIGINT)
+        assert server.finish() == 130
+        assert "Traceback" not in "".join(server.lines)
+
+        with running("build_slow", model, NO_TEXT) as server:
+            while not any("ready" in line for line in server.lines):
+                assert server.process.poll() is None, server.lines
+                with contextlib.suppress(StopIteration, FileNotFoundError):
+                    os.kill(server.engine_pid(), signal.SIGINT)
+                time.sleep(0.01)
+
     def test_drain(self, model: Path, pool: ThreadPoolExecutor) -> None:
         """What is under way is answered, then both processes are gone, with their sockets."""
         with running("build_slow", model, NO_TEXT) as server:
