@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specserve.messages import CostTotals, Stats, StepTotals
+
+_COUNTERS = {
+    "preemptions": "Times that a request was put back into the queue because pages or device memory ran out.",
+    "violations": "Leaks found while the engine was idle: pages or slots that are neither free nor accounted for.",
+    "late_kernels": "Kernels that were compiled, or read from the cache, after the server was ready; requests waited "
+    "for them.",
+    "eager_steps": "Steps that ran without a CUDA graph although graphs are captured.",
+    "prompt_tokens": "Prompt tokens of requests whose prefill has begun, cached ones included.",
+    "cached_tokens": "Prompt tokens found in the prefix cache.",
+    "generated_tokens": "Tokens generated for requests, also those that a stop string cuts off.",
+    "steps": "Target forwards that emitted tokens for their batch. Plain decoding counts, prefill does not.",
+    "drafted": "Draft nodes that were verified; roots are not counted.",
+    "accepted": "Drafted tokens that were emitted; bonus tokens are not counted.",
+}
+"""What fields of ``Stats`` count."""
+_NAMES = {
+    "violations": "invariant_violations",
+    "steps": "spec_steps",
+    "drafted": "spec_drafted_tokens",
+    "accepted": "spec_accepted_tokens",
+}
+"""The metrics of these fields, where they have other names."""
+_SHAPES = {
+    "steps": "Steps of a shape whose results were read.",
+    "seconds": "Time that the device spent on steps of a shape.",
+}
+_LEVELS = {
+    "tested": "Times that a draft level was tested: a request's step accepted all levels above it and drafted at least "
+    "as many nodes as the level is deep.",
+    "accepted": "Times that the target chose a token drafted at a level, also after the request's last token.",
+}
+_SOURCES = {
+    "tested": "First choices of a drafter that were compared with the text, as far as the text followed them, verified "
+    "or not. Only for drafters that share a tree.",
+    "right": "Tested first choices that matched the text.",
+    "accepted": "Accepted tokens that were among a drafter's candidates; a token that both drafters had counts for "
+    "both.",
+}
 
 
 class EngineCollector(Collector):
@@ -22,12 +60,9 @@ class EngineCollector(Collector):
         if stats is None:
             return
         yield from _load(stats)
-        yield from _tokens(stats)
+        for field, text in _COUNTERS.items():
+            yield _counter(_NAMES.get(field, field), text, getattr(stats, field))
         yield from _steps(stats.step_totals)
-        if stats.step_totals.drafter is not None:
-            yield from _levels(stats.step_totals, stats.step_totals.drafter)
-        if stats.step_totals.sources:
-            yield from _sources(stats.step_totals)
         if stats.step_totals.cost is not None:
             yield from _cost(stats.step_totals.cost)
 
@@ -35,127 +70,43 @@ class EngineCollector(Collector):
 def _load(stats: Stats) -> Iterator[Metric]:
     used = 1 - stats.pages_free / max(stats.pages_total, 1)
     yield _gauge("running_requests", "Requests that have a slot in the batch and pages.", stats.running)
-    yield _gauge(
-        "waiting_requests", "Requests that wait for a slot, for pages or for their grammar.", stats.waiting
-    )
+    waits = "Requests that wait for a slot, for pages or for their grammar."
+    yield _gauge("waiting_requests", waits, stats.waiting)
     yield _gauge("kv_pages", "Pages in the KV pool.", stats.pages_total)
     yield _gauge("kv_pages_free", "Pages that hold nothing.", stats.pages_free)
-    yield _gauge(
-        "kv_pages_cached",
-        "Pages in the prefix cache, whether a request uses them or not.",
-        stats.pages_cached,
-    )
+    cached = "Pages in the prefix cache, whether a request uses them or not."
+    yield _gauge("kv_pages_cached", cached, stats.pages_cached)
     yield _gauge("kv_page_use_ratio", "Share of pages that hold something, 0 to 1.", used)
-    yield _gauge(
-        "kv_page_request_ratio",
-        "Share of pages that requests use, 0 to 1; cached pages that no request uses count as free.",
-        used - stats.pages_idle / max(stats.pages_total, 1),
-    )
+    requested = "Share of pages that requests use, 0 to 1; cached pages that no request uses count as free."
+    idle = stats.pages_idle / max(stats.pages_total, 1)
+    yield _gauge("kv_page_request_ratio", requested, used - idle)
     if stats.snapshots:
         yield _gauge("state_snapshots", "Snapshots of states that there is room for.", stats.snapshots)
         yield _gauge("state_snapshots_kept", "Snapshots of states in the prefix cache.", stats.snapshots_kept)
-    yield _counter(
-        "preemptions",
-        "Times that a request was put back into the queue because pages or device memory ran out.",
-        stats.preemptions,
-    )
-    yield _counter(
-        "invariant_violations",
-        "Leaks found while the engine was idle: pages or slots that are neither free nor accounted for.",
-        stats.violations,
-    )
-    yield _counter(
-        "late_kernels",
-        "Kernels that were compiled, or read from the cache, after the server was ready; requests waited for "
-        "them.",
-        stats.late_kernels,
-    )
-    yield _counter(
-        "eager_steps",
-        "Steps that ran without a CUDA graph although graphs are captured.",
-        stats.eager_steps,
-    )
-
-
-def _tokens(stats: Stats) -> Iterator[Metric]:
-    yield _counter(
-        "prompt_tokens",
-        "Prompt tokens of requests whose prefill has begun, cached ones included.",
-        stats.prompt_tokens,
-    )
-    yield _counter("cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
-    yield _counter(
-        "generated_tokens",
-        "Tokens generated for requests, also those that a stop string cuts off.",
-        stats.generated_tokens,
-    )
-    yield _counter(
-        "spec_steps",
-        "Target forwards that emitted tokens for their batch. Plain decoding counts, prefill does not.",
-        stats.steps,
-    )
-    yield _counter(
-        "spec_drafted_tokens", "Draft nodes that were verified; roots are not counted.", stats.drafted
-    )
-    yield _counter(
-        "spec_accepted_tokens",
-        "Drafted tokens that were emitted; bonus tokens are not counted.",
-        stats.accepted,
-    )
 
 
 def _steps(totals: StepTotals) -> Iterator[Metric]:
-    steps = CounterMetricFamily(
-        "specserve_spec_shape_steps", "Steps of a shape whose results were read.", labels=["shape"]
-    )
-    seconds = CounterMetricFamily(
-        "specserve_spec_shape_seconds", "Time that the device spent on steps of a shape.", labels=["shape"]
-    )
-    for label, shape in sorted(totals.shapes.items()):
-        steps.add_metric([label], shape.steps)
-        seconds.add_metric([label], shape.seconds)
-    yield steps
-    yield seconds
+    shapes = [([label], shape) for label, shape in sorted(totals.shapes.items())]
+    yield from _labelled("specserve_spec_shape_{}", _SHAPES, ["shape"], shapes)
     yield _histogram("step_requests", "Requests in a step, without padding.", totals.batches, totals.requests)
-    yield _histogram(
-        "iteration_tokens",
-        "Tokens of an iteration: prompt tokens that were launched, and tokens of answers that were read.",
-        totals.iterations,
-        totals.processed,
-    )
+    tokens = "Tokens of an iteration: prompt tokens that were launched, and tokens of answers that were read."
+    yield _histogram("iteration_tokens", tokens, totals.iterations, totals.processed)
+    if totals.drafter is not None:
+        levels = [([totals.drafter, str(number)], level) for number, level in enumerate(totals.levels, 1)]
+        yield from _labelled("specserve_spec_level_{}", _LEVELS, ["drafter", "level"], levels)
+    if totals.sources:
+        sources = [([source], counts) for source, counts in totals.sources.items()]
+        yield from _labelled("specserve_spec_source_{}_tokens", _SOURCES, ["source"], sources)
 
 
-def _levels(totals: StepTotals, drafter: str) -> Iterator[Metric]:
-    tested = CounterMetricFamily(
-        "specserve_spec_level_tested",
-        "Times that a draft level was tested: a request's step accepted all levels above it and drafted at least "
-        "as many nodes as the level is deep.",
-        labels=["drafter", "level"],
-    )
-    accepted = CounterMetricFamily(
-        "specserve_spec_level_accepted",
-        "Times that the target chose a token drafted at a level, also after the request's last token.",
-        labels=["drafter", "level"],
-    )
-    for number, level in enumerate(totals.levels, 1):
-        tested.add_metric([drafter, str(number)], level.tested)
-        accepted.add_metric([drafter, str(number)], level.accepted)
-    yield tested
-    yield accepted
-
-
-def _sources(totals: StepTotals) -> Iterator[Metric]:
-    helps = {
-        "tested": "First choices of a drafter that were compared with the text, as far as the text followed them, "
-        "verified or not. Only for drafters that share a tree.",
-        "right": "Tested first choices that matched the text.",
-        "accepted": "Accepted tokens that were among a drafter's candidates; a token that both drafters had "
-        "counts for both.",
-    }
-    for name, text in helps.items():
-        family = CounterMetricFamily(f"specserve_spec_source_{name}_tokens", text, labels=["source"])
-        for source, counts in totals.sources.items():
-            family.add_metric([source], getattr(counts, name))
+def _labelled(
+    name: str, helps: Mapping[str, str], labels: Sequence[str], totals: Sequence[tuple[Sequence[str], object]]
+) -> Iterator[Metric]:
+    """Yield a counter for each field of ``helps``, whose name is filled in. ``totals``: with the values of labels."""
+    for field, text in helps.items():
+        family = CounterMetricFamily(name.format(field), text, labels=labels)
+        for values, counts in totals:
+            family.add_metric(values, getattr(counts, field))
         yield family
 
 
