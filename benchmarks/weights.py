@@ -99,7 +99,7 @@ def experts_read(llm: LLM, prompts: list[list[int]], shape: Shape | None) -> flo
         if len(routes.expert_TK) == nodes:
             found.append(routes.expert_TK.unique().numel() - router.routing.shared)
 
-    eager = Runner(engine.runner.context, {})
+    eager = Runner(engine.runner.context)
     eager.masks = engine.runner.masks
     with ExitStack() as stack, patch.object(engine, "runner", eager):
         for each in routers:

@@ -440,7 +440,7 @@ def compiled_only() -> Iterator[Compiler]:
 
 def launch_plain(checkpoints: Checkpoints) -> None:
     scheduler = make_scheduler(checkpoints.target, dtype="bfloat16", page_size=16)
-    launch_steps(Runner(context_of(scheduler), {}), [(PLAIN, StepShape.plain(3))])
+    launch_steps(Runner(context_of(scheduler)), [(PLAIN, StepShape.plain(3))])
 
 
 def launch_drafted(
@@ -459,7 +459,7 @@ def launch_drafted(
         for branching, params in branchings.items()
         for each in params
     ]
-    launch_steps(Runner(context_of(scheduler), {}), [(PLAIN, StepShape.plain(2)), *steps])
+    launch_steps(Runner(context_of(scheduler)), [(PLAIN, StepShape.plain(2)), *steps])
 
 
 def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) -> None:

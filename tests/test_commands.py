@@ -79,7 +79,7 @@ def test_commands_can_be_replayed_by_another_process(shape: Any, agreeing: Check
         Step,
         SetDraftTemperatures,
     }
-    follower = Executor(context_of(second), {})
+    follower = Executor(context_of(second))
     for message in recorder.sent:
         follower.run(decode(message))
     ours, theirs = (context_of(scheduler) for scheduler in (first, second))

@@ -54,7 +54,7 @@ def replay(scheduler: Scheduler) -> Graphs:
     shapes = [StepShape.plain(slots) for slots in (1, 2, 4)] + [step_shape(1, SHAPE, 1)]
     captured = Graphs.capture(context, shapes)
     assert list(captured.catch_ups) == [4, 2, 1], "the others fit into the memory of the largest"
-    runner = Runner(context, captured.steps, {}, captured.in_parts, captured.catch_ups)
+    runner = Runner(context, captured)
     runner.masks, scheduler.runner = scheduler.runner.masks, runner
     return captured
 

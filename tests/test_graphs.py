@@ -296,7 +296,7 @@ def test_masked_launches_are_graphs_and_change_no_text(
         with fake_graphs():
             context, lengths = scheduler.runner.context, sizes_within(128, 128)
             captured = Graphs.capture(context, list(dict.fromkeys(shapes)), lengths)
-            runner = Runner(context, captured.steps, captured.prompts, in_parts=captured.in_parts)
+            runner = Runner(context, captured)
             runner.masks, scheduler.runner = scheduler.runner.masks, runner
             scheduler.flush_cache()
             assert [[each.token_ids for each in llm.generate(*turn)] for turn in turns] == expected

@@ -12,6 +12,7 @@ from specserve_kernels import MAX_NODES
 
 from specserve.core import SamplingParams
 from specserve.engine.commands import Admit, Prefill, Row
+from specserve.engine.graphs import Graphs
 from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for, sizes_within
 from specserve.engine.runner import Runner
 from specserve.scheduler.scheduler import Scheduler
@@ -81,7 +82,7 @@ def test_gives_what_launches_of_any_size_give(
     scheduler, ran = agreeing.scheduler(algorithm, shape, page_size=4), Counter[PromptSize]()
     context = context_of(scheduler)
     prompts = {size: Eager(context, size, ran) for size in sizes}
-    scheduler.runner = Runner(context, {}, prompts)  # type: ignore[arg-type]
+    scheduler.runner = Runner(context, Graphs({}, prompts))  # type: ignore[arg-type]
     found = answers(scheduler)
     for ours, theirs in zip(found, expected, strict=True):
         assert msgspec.structs.astuple(ours.usage) == msgspec.structs.astuple(theirs.usage)
@@ -116,7 +117,7 @@ def test_leaves_what_an_ordinary_launch_leaves(
     begins after the first."""
     contexts = [context_of(agreeing.scheduler(algorithm, (3, 1, 4), page_size=16)) for _ in range(2)]
     short = {size: Eager(contexts[1], size, ran := Counter[PromptSize]())}
-    runners = [Runner(contexts[0], {}), Runner(contexts[1], {}, short)]  # type: ignore[arg-type]
+    runners = [Runner(contexts[0]), Runner(contexts[1], Graphs({}, short))]  # type: ignore[arg-type]
     prompts = [[(3 + 7 * slot + i) % 61 for i in range(2 * count)] for slot, count in enumerate(counts)]
     pages = [range(1 + 16 * slot, 17 + 16 * slot) for slot in range(len(counts))]
     params = SamplingParams(temperature=0, max_tokens=9)

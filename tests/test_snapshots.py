@@ -297,7 +297,7 @@ def test_other_ranks_keep_the_same(target: Path) -> None:
     first.runner.followers = recorder = Recorder()
     prompt = text(40)
     assert [answer_all(first, [(prompt, PARAMS)])[0].cached_tokens for _ in range(2)] == [0, 32]
-    follower = Executor(context_of(second), {})
+    follower = Executor(context_of(second))
     for message in recorder.sent:
         follower.run(decode(message))
     for part in ("states", "snapshots"):

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from specserve.core import SamplingParams
+from specserve.engine.graphs import Graphs
 from specserve.engine.prompts import PROMPT_SIZES
 from specserve.engine.runner import Runner
 from tests.engines import answer_all, context_of, make_scheduler
@@ -40,7 +41,7 @@ def test_prompts_of_all_sizes(
 
     with patch.object(type(context.attention), "plan_prefill", lambda _, chunks: planned(chunks)):
         captured: Any = dict.fromkeys(PROMPT_SIZES)  # compiled before: no replay, which None does not have
-        Runner(context, {}, captured).warm_up(min(chunk, context_length - 1))
+        Runner(context, Graphs({}, captured)).warm_up(min(chunk, context_length - 1))
     assert found == spans
     assert context.state.slots.length[context.state.dummy] == 1
     params = SamplingParams(temperature=0, max_tokens=8)

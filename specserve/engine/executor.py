@@ -5,7 +5,7 @@ Shapes: B requests, S draft levels, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -33,10 +33,10 @@ from specserve.engine.commands import (
     Settle,
     Step,
 )
-from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
+from specserve.engine.graphs import Graphs
 from specserve.engine.launch import NO_ENDS, Launch
 from specserve.engine.profile import Stopwatch, eager_seconds, replay_seconds
-from specserve.engine.prompts import PromptSize, Run, size_for
+from specserve.engine.prompts import Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, ScoredTokens, prefill
@@ -64,22 +64,11 @@ class Executor:
     in that order, and alike in every process that is given the same ones: nothing here decides by time, by chance or
     by what only one process knows."""
 
-    def __init__(
-        self,
-        context: Context,
-        graphs: Mapping[StepShape, StepGraph[StepResult]],
-        prompts: Mapping[PromptSize, PromptGraph] | None = None,
-        in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
-        catch_ups: Mapping[int, StepGraph[None]] | None = None,
-    ) -> None:
-        """``graphs``: captured steps. ``prompts``: captured prompt launches. ``in_parts`` returns steps captured in
-        parts. ``catch_ups``: a drafter's captured ``catch_up``, by slots. All others run eagerly."""
+    def __init__(self, context: Context, graphs: Graphs | None = None) -> None:
+        """What is not in ``graphs`` runs eagerly."""
         self.context = context
+        self.graphs = Graphs({}) if graphs is None else graphs
         self._eager_steps = 0
-        self._graphs = graphs
-        self._prompts = prompts or {}
-        self._in_parts = in_parts
-        self._catch_ups = catch_ups or {}
         self._begun: Begun | None = None
 
     @torch.inference_mode()
@@ -149,16 +138,16 @@ class Executor:
                 snapshots.copy(number - 1, states, slot)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
-        context, size = self.context, min((size for size in self._catch_ups if size >= len(slots)), default=0)
-        if size:
-            self._catch_ups[size].replay([*slots, *[context.state.dummy] * (size - len(slots))])
+        context, graphs = self.context, self.graphs.catch_ups
+        if size := min((size for size in graphs if size >= len(slots)), default=0):
+            graphs[size].replay([*slots, *[context.state.dummy] * (size - len(slots))])
         else:
             context.drafter.catch_up(context, View.of(context, self._tensor(slots), 0, Needs()))
 
     @torch.inference_mode()
     def measure(self, command: Measure) -> float:
         """Return the seconds of a step: of its graph, if there is one, behind as little as possible."""
-        if (graph := self._graphs.get(command.shape)) is not None:
+        if (graph := self.graphs.steps.get(command.shape)) is not None:
             return replay_seconds(self.context, command.shape, graph)
         return eager_seconds(self.context, command.shape, command.length)
 
@@ -180,11 +169,11 @@ class Executor:
     def _replay_prompts(self, command: Prefill) -> PrefillResult | None:
         """Replay the captured launch of this size; None if there is none."""
         rows = command.rows
-        size = size_for([len(row.tokens) for row in rows], list(self._prompts))
+        size = size_for([len(row.tokens) for row in rows], list(self.graphs.prompts))
         if size is None or any(row.scored for row in rows):
             return None
         runs = [Run(row.slot, row.tokens, row.final) for row in rows]
-        return self._prompts[size].replay(runs, self.context.state.dummy, command.words)
+        return self.graphs.prompts[size].replay(runs, self.context.state.dummy, command.words)
 
     def _run_prompts(self, command: Prefill) -> PrefillResult:
         rows = command.rows
@@ -208,10 +197,10 @@ class Executor:
     def step(self, command: Step) -> Launch:
         rows, shape = command.rows, command.shape
         stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
-        if (graph := self._graphs.get(shape)) is not None:
+        if (graph := self.graphs.steps.get(shape)) is not None:
             result = graph.replay(slots)
         else:
-            self._eager_steps += bool(self._graphs)
+            self._eager_steps += bool(self.graphs.steps)
             result = step(self.context, self._view(rows, self._tensor(slots)), shape)
         return self._stepped(rows, result, stopwatch)
 
@@ -221,12 +210,12 @@ class Executor:
         rows, shape = command.rows, command.shape
         stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
         finish: Callable[[Tensor], StepResult]
-        if (graph := self._in_parts(shape)) is not None:
+        if (graph := self.graphs.in_parts(shape)) is not None:
             nodes = NodesOnHost(graph.draft(slots))
             graph.verify()
             finish = graph.settle
         else:
-            self._eager_steps += bool(self._graphs)
+            self._eager_steps += bool(self.graphs.steps)
             drafted = draft(self.context, self._view(rows, self._tensor(slots)), shape)
             nodes = NodesOnHost(drafted.tree)
             finish = partial(settle, self.context, verify(self.context, drafted))

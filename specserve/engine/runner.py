@@ -3,7 +3,7 @@ by this process and by all that follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,13 +25,10 @@ from specserve.engine.commands import (
     Step,
 )
 from specserve.engine.executor import Executor
-from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
+from specserve.engine.graphs import Graphs
 from specserve.engine.launch import Launch
-from specserve.engine.prompts import PromptSize
 from specserve.layers.ranks import Ranks
 from specserve.speculation.context import Context
-from specserve.speculation.shape import StepShape
-from specserve.speculation.step import StepResult
 
 MOST_DUE = 64  # most tokens of forced text
 
@@ -65,18 +62,9 @@ class Runner(Executor):
     """Executes commands, with the masks of grammars and budgets that it fills, after it has sent them to followers."""
 
     def __init__(
-        self,
-        context: Context,
-        graphs: Mapping[StepShape, StepGraph[StepResult]],
-        prompts: Mapping[PromptSize, PromptGraph] | None = None,
-        in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
-        catch_ups: Mapping[int, StepGraph[None]] | None = None,
-        capture_next: Callable[[], bool] | None = None,
-        followers: Followers | None = None,
+        self, context: Context, graphs: Graphs | None = None, followers: Followers | None = None
     ) -> None:
-        """Arguments as for ``Executor``. ``capture_next`` captures a step that was left for idle times; None: none."""
-        super().__init__(context, graphs, prompts, in_parts, catch_ups)
-        self.capture_next = capture_next
+        super().__init__(context, graphs)
         self.followers = followers
         self.masks = Masks()
         self._behind: dict[int, int] = {}  # steps without drafts of a slot that its drafter has not processed

@@ -198,9 +198,7 @@ def _create(
         choose_threads(context, min(config.cores, torch.get_num_threads()))
     before_launch()
     graphs = capture_graphs(config, plan, context, ranks)
-    capture_next = graphs.capture_next if graphs.left else None
-    launches = graphs.steps, graphs.prompts, graphs.in_parts, graphs.catch_ups
-    runner = Runner(context, *launches, capture_next, followers)
+    runner = Runner(context, graphs, followers)
     if config.device == "cuda":
         phase.enter("warming up")
         runner.warm_up(config.longest_launch)
@@ -208,8 +206,7 @@ def _create(
         phase.enter("waiting for the other ranks")
         followers.wait()
         log.info("%d ranks, %d threads each", config.tensor_parallel_size, config.threads)
-    policy = shape_policy(plan, runner, graphs)
-    return assemble(config, plan, runner, policy, graphs)
+    return assemble(config, plan, runner, shape_policy(plan, runner))
 
 
 def set_up_gpu() -> None:
@@ -228,11 +225,9 @@ def capture_graphs(config: EngineConfig, plan: ShapePlan, context: Context, rank
     return Graphs.capture(context, captured, sizes, ranks)
 
 
-def assemble(
-    config: EngineConfig, plan: ShapePlan, runner: Runner, policy: ShapePolicy, graphs: Graphs
-) -> Scheduler:
+def assemble(config: EngineConfig, plan: ShapePlan, runner: Runner, policy: ShapePolicy) -> Scheduler:
     """Make a scheduler with its own pages and requests for a loaded engine."""
-    context = runner.context
+    context, graphs = runner.context, runner.graphs
     pool = context.pool
     kept, windows = context.snapshots, pool.config.layout.windows
     snapshots = None if kept is None else Snapshots(kept.rows, config.model.eos_token_ids, kept.entries // 2)
@@ -344,12 +339,12 @@ def shape_plan(config: EngineConfig) -> ShapePlan:
     return ShapePlan(config.shape, config.adaptive, slots, padding, config.drafts, config.most_slowdown)
 
 
-def shape_policy(plan: ShapePlan, runner: Runner, graphs: Graphs) -> ShapePolicy:
+def shape_policy(plan: ShapePlan, runner: Runner) -> ShapePolicy:
     """Return the policy that chooses shapes, after measuring costs if it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding, plan.drafts)
     phase.enter("measuring steps")
-    begin = time.perf_counter()
+    begin, graphs = time.perf_counter(), runner.graphs
 
     def run(shape: StepShape, length: int = 1) -> float:
         return runner.measure(Measure(shape, length))

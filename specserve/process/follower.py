@@ -48,8 +48,7 @@ def follow(
             gpu = GpuPeers(rank, config.tensor_parallel_size, peers)
         ranks = config.place(rank, gpu or peers)
         context = create_context(config, plan, ranks)
-        graphs = capture_graphs(config, plan, context, ranks)
-        executor = Executor(context, graphs.steps, graphs.prompts, graphs.in_parts, graphs.catch_ups)
+        executor = Executor(context, capture_graphs(config, plan, context, ranks))
         if gpu is not None:
             executor.warm_up(config.longest_launch)
         put(control, pickle.dumps(Word()))

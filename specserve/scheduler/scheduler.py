@@ -117,7 +117,7 @@ class Scheduler:
         """Do work left for idle times. Return whether there was any. Raises RankGone if another rank has ended."""
         if self.runner.followers is not None:
             self.runner.followers.check()
-        return self.runner.capture_next is not None and self.runner.capture_next()
+        return self.runner.graphs.capture_next()
 
     @property
     def followed(self) -> bool:

@@ -103,5 +103,5 @@ def test_a_draft_catches_up_in_graphs(agreeing: Checkpoints) -> None:
     engine.padding = Padding((1,))
     with fake_graphs():
         engine.run((3, 1, 4), 1, 0, 4)
-    (captured,) = engine.catch_ups.values()
+    (captured,) = engine.graphs[True].catch_ups.values()
     assert captured.graph.replays == 3  # type: ignore[attr-defined]

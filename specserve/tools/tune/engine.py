@@ -5,7 +5,8 @@ Plain decoding runs without the draft, as on a server without speculation, where
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from specserve.config import Settings
 from specserve.config.engine import EngineConfig
 from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
-from specserve.engine.graphs import Graphs, StepGraph
+from specserve.engine.graphs import Graphs
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, StaticShapes
 from specserve.layers.ranks import FLAG
@@ -23,7 +24,6 @@ from specserve.messages import Submit
 from specserve.process.assemble import assemble, create_context, resolve_engine, shape_plan, shape_policy
 from specserve.speculation.context import Context, Drafter
 from specserve.speculation.shape import StepShape
-from specserve.speculation.step import StepResult
 from specserve.tools.tune.grid import Candidate, envelope
 from specserve.tools.tune.loop import MeteredRunner, Run, closed_loop
 
@@ -48,15 +48,14 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class TuneEngine:
-    """``config`` has a draft; ``padding`` has a server's buckets. ``_graphs``: steps with the draft (True) or not."""
+    """``config`` has a draft; ``padding`` has a server's buckets. ``graphs``: with the draft (True) or without it."""
 
     config: EngineConfig
     context: Context
     plan: ShapePlan
     padding: Padding
     work: Work
-    catch_ups: dict[int, StepGraph[None]] = field(default_factory=dict)
-    _graphs: dict[tuple[bool, StepShape], StepGraph[StepResult]] = field(default_factory=dict)
+    graphs: dict[bool, Graphs] = field(default_factory=lambda: defaultdict(lambda: Graphs({})))
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
     @classmethod
@@ -78,7 +77,7 @@ class TuneEngine:
         context = create_context(config, plan)
         padding = shape_plan(config).padding
         if config.device == "cuda":
-            Runner(context, {}).warm_up(config.longest_launch)
+            Runner(context).warm_up(config.longest_launch)
         return cls(config, context, plan, padding, work)
 
     def drafts(self, candidate: Candidate) -> bool:
@@ -105,38 +104,34 @@ class TuneEngine:
         plan = ShapePlan(None, True, batch, self._one_bucket(batch), config.drafts, config.most_slowdown)
         self._capture(plan.candidates(batch), drafted=True)
         if batch not in self._controllers:
-            captured = self._graphs_of(drafted=True)
-            graphs = {shape: captured[shape] for shape in plan.captured() if shape in captured}
-            self._controllers[batch] = shape_policy(plan, Runner(self.context, graphs), Graphs(graphs))
+            captured = self.graphs[True].steps
+            graphs = Graphs({shape: captured[shape] for shape in plan.captured() if shape in captured})
+            self._controllers[batch] = shape_policy(plan, Runner(self.context, graphs))
         return self._run(self._controllers[batch], True, batch, self.work.requests(first, count))
 
     def forget(self) -> None:
         """Free the graphs."""
-        self._graphs.clear()
-        self.catch_ups.clear()
+        self.graphs.clear()
 
     def _capture(self, shapes: Sequence[StepShape], drafted: bool) -> None:
         """Capture the shapes whose batch sizes get graphs, unless captured already."""
         in_buckets = [shape for shape in dict.fromkeys(shapes) if shape.slots in self.padding.buckets]
-        wanted = [shape for shape in in_buckets if (drafted, shape) not in self._graphs]
-        if wanted:
-            graphs = Graphs.capture(self._context(drafted), wanted)
-            self._graphs |= {(drafted, shape): graph for shape, graph in graphs.steps.items()}
-            self.catch_ups |= graphs.catch_ups
+        captured = self.graphs[drafted]
+        if wanted := [shape for shape in in_buckets if shape not in captured.steps]:
+            more = Graphs.capture(self._context(drafted), wanted)
+            captured.steps.update(more.steps)
+            captured.catch_ups.update(more.catch_ups)
 
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, requests: Sequence[Submit]) -> Run:
-        runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted), catch_ups=self.catch_ups)
+        runner = MeteredRunner(self._context(drafted), self.graphs[drafted])
         # A fresh scheduler per run has its own pages and prefix cache.
-        scheduler = assemble(self.config, self.plan, runner, policy, Graphs({}))
+        scheduler = assemble(self.config, self.plan, runner, policy)
         return closed_loop(scheduler, runner, requests, batch)
 
     def _one_bucket(self, batch: int) -> Padding:
         """Return padding of smaller batches to this bucket as well: nothing is captured or compiled for them."""
         size, known = self.padding.size(batch), (self.padding.buckets, self.padding.eager)
         return Padding(*((size,) if size in sizes else () for sizes in known))
-
-    def _graphs_of(self, drafted: bool) -> Mapping[StepShape, StepGraph[StepResult]]:
-        return {shape: graph for (kind, shape), graph in self._graphs.items() if kind == drafted}
 
     def _context(self, drafted: bool) -> Context:
         return self.context if drafted else replace(self.context, drafter=Drafter())

@@ -16,11 +16,13 @@ from operator import add
 import torch
 
 from specserve.engine.commands import Prefill, Step
+from specserve.engine.graphs import Graphs
 from specserve.engine.launch import Launch
 from specserve.engine.profile import Stopwatch
 from specserve.engine.runner import Runner
 from specserve.messages import Failed, Submit, Tokens
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.context import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class MeteredRunner(Runner):
 
     steps = 0
 
-    def __init__(self, *args: object, **more: object) -> None:
-        super().__init__(*args, **more)  # type: ignore[arg-type]
+    def __init__(self, context: Context, graphs: Graphs) -> None:
+        super().__init__(context, graphs)
         self.prefills: list[Stopwatch] = []
 
     def prefill(self, command: Prefill) -> Launch:
