@@ -178,9 +178,3 @@ class Gemma4Assistant(DraftModule):
         clusters = self.masked_embedding
         logits_NV = self.model.logits(hidden_ND) if clusters is None else clusters(hidden_ND, self.model)
         return logits_NV, self.post_projection(hidden_ND)
-
-
-def assistant_of(source: AssistantSource, target: TargetModel) -> Gemma4Assistant:
-    """Return the assistant of a checkpoint."""
-    assert isinstance(target, Gemma4Model)
-    return Gemma4Assistant(source, target)

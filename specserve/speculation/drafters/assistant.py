@@ -17,12 +17,7 @@ from specserve.attention.paged import PagedAttend
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
 from specserve.models.draft.fields import check_kind
-from specserve.models.draft.gemma4_assistant import (
-    SEES,
-    Gemma4Assistant,
-    assistant_of,
-    open_assistant,
-)
+from specserve.models.draft.gemma4_assistant import SEES, Gemma4Assistant, open_assistant
 from specserve.models.draft.load import load_draft
 from specserve.models.gemma4 import Gemma4Model
 from specserve.speculation.context import Context, DrafterNeeds, View
@@ -48,7 +43,8 @@ class AssistantDrafter(LastStateDrafter):
             raise ValueError(
                 f"{draft.path} holds an assistant of Gemma 4, the target is a {target.config.architecture}"
             )
-        loaded = load_draft(draft, target, open_assistant(draft, target.config), assistant_of)
+        source = open_assistant(draft, target.config)
+        loaded = load_draft(draft, target, source, lambda source, _: Gemma4Assistant(source, target))
         return cls(draft.name, loaded.module, target.config.hidden_size)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
