@@ -19,18 +19,11 @@ from starlette.types import Message, Receive, Scope, Send
 from specserve.core import FieldError, SpeculationUsage
 from specserve.frontend.generation import Generation, Job, RequestFailed
 from specserve.frontend.output import Answer, Delta
+from specserve.server import schema
 from specserve.server.errors import ApiError, as_answer
 from specserve.server.front import Front
 from specserve.server.logprobs import prompt_logprobs
 from specserve.server.protocol import GenerationRequest
-from specserve.server.schema import (
-    CachedTokens,
-    CompletionTokens,
-    PromptLogprobs,
-    Runs,
-    SpeculationTotals,
-    Usage,
-)
 
 T = TypeVar("T")
 
@@ -134,7 +127,7 @@ class Writer(ABC):
         """Return the last chunk of a stream that an error ends."""
         return error.body
 
-    async def _prompt_scores(self, index: int) -> PromptLogprobs | UnsetType:
+    async def _prompt_scores(self, index: int) -> schema.PromptLogprobs | UnsetType:
         """Return the log-probabilities of a choice's prompt, if they were asked for. A long prompt takes long."""
         if self._asked.prompt_logprobs is None:
             return UNSET
@@ -149,19 +142,19 @@ class Writer(ABC):
         """Return the token ids of a choice's prompt, if they were asked for."""
         return list(self.generation.jobs[index].prompt) if self._asked.return_token_ids else UNSET
 
-    def _runs(self, delta: Delta) -> Runs | UnsetType:
+    def _runs(self, delta: Delta) -> schema.Runs | UnsetType:
         """Return which tokens of a chunk came from which step, if asked for."""
         if not self._asked.streams_runs:
             return UNSET
-        return Runs(delta.runs, UNSET if delta.pieces is None else delta.pieces)
+        return schema.Runs(delta.runs, UNSET if delta.pieces is None else delta.pieces)
 
-    def usage(self) -> Usage:
+    def usage(self) -> schema.Usage:
         """Return the usage of all choices. A prompt and its cached tokens count once, not once per choice."""
         jobs, answers = self.generation.jobs, self.generation.answers
         firsts = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if job.choice == 0]
         return self._counted(firsts, jobs, answers)
 
-    def _usage_of_chunk(self, index: int) -> Usage | UnsetType | None:
+    def _usage_of_chunk(self, index: int) -> schema.Usage | UnsetType | None:
         """Return the ``usage`` of a choice's chunk: the choice's tokens so far, if continuous usage was asked for."""
         if not self._asked.continuous_usage:
             return None if self._asked.include_usage else UNSET
@@ -170,39 +163,39 @@ class Writer(ABC):
 
     def _counted(
         self, firsts: Sequence[tuple[Job, Answer]], jobs: Sequence[Job], answers: Sequence[Answer]
-    ) -> Usage:
+    ) -> schema.Usage:
         """Return the usage of the prompts of ``firsts`` and of ``answers``."""
         prompt = sum(len(job.prompt) for job, _ in firsts)
         completion = sum(len(answer.token_ids) for answer in answers)
-        return Usage(
+        return schema.Usage(
             prompt,
             completion,
             prompt + completion,
-            CachedTokens(sum(answer.cached_tokens for _, answer in firsts)),
+            schema.CachedTokens(sum(answer.cached_tokens for _, answer in firsts)),
             _details(jobs, answers),
             _speculation(answers) if self._asked.return_speculation else UNSET,
         )
 
 
-def _details(jobs: Sequence[Job], answers: Sequence[Answer]) -> CompletionTokens:
+def _details(jobs: Sequence[Job], answers: Sequence[Answer]) -> schema.CompletionTokens:
     """Return accepted and rejected prediction tokens (0 without one) and reasoning tokens, over all choices."""
     pairs = list(zip(jobs, answers, strict=True))
     given = [(len(job.params.prediction), each) for job, each in pairs if job.params.prediction is not None]
     accepted = sum(each.speculation.predicted for _, each in given)
-    found = CompletionTokens(accepted, sum(size for size, _ in given) - accepted)
+    found = schema.CompletionTokens(accepted, sum(size for size, _ in given) - accepted)
     told = [each for job, each in pairs if job.parser is not None and job.parser.tells_reasoning]
     if told:
         found.reasoning_tokens = sum(each.reasoning_tokens for each in told)
     return found
 
 
-def _speculation(answers: Sequence[Answer]) -> SpeculationTotals:
+def _speculation(answers: Sequence[Answer]) -> schema.SpeculationTotals:
     total = SpeculationUsage(
         steps=sum(answer.speculation.steps for answer in answers),
         drafted=sum(answer.speculation.drafted for answer in answers),
         accepted=sum(answer.speculation.accepted for answer in answers),
     )
-    return SpeculationTotals(total.steps, total.drafted, total.accepted, total.mean_accepted_length)
+    return schema.SpeculationTotals(total.steps, total.drafted, total.accepted, total.mean_accepted_length)
 
 
 class ClientLeft(ApiError):
