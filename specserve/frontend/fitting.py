@@ -58,16 +58,16 @@ def _of_user(messages: Conversation) -> list[Message]:
     return found
 
 
+_BEFORE = {"user": ("user", "tool"), "assistant": ("assistant",)}
+"""Roles of the messages that one of a role is joined with."""
+
+
 def _alternating(messages: Conversation) -> list[Message]:
     """Join neighbours of one role; what the user says after a tool's result becomes part of it."""
     runs: list[list[Message]] = []
     for message in map(dict, messages):
         last = runs[-1][-1] if runs else message
-        follows = (last["role"], message["role"]) in (
-            ("user", "user"),
-            ("tool", "user"),
-            ("assistant", "assistant"),
-        )
+        follows = last["role"] in _BEFORE.get(message["role"], ())
         if runs and follows and not last.get("tool_calls"):
             runs[-1].append(message)
         else:
@@ -80,9 +80,8 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     if len(messages) < 2:
         return [dict(message) for message in messages]
     fields = {name: value for message in reversed(messages) for name, value in message.items()}
-    return [
-        {**fields, "content": "\n\n".join(filter(None, (message.get("content") for message in messages)))}
-    ]
+    texts = filter(None, (message.get("content") for message in messages))
+    return [{**fields, "content": "\n\n".join(texts)}]
 
 
 def _one_call_each(messages: Conversation) -> Conversation:

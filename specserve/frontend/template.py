@@ -61,15 +61,14 @@ class ChatTemplate:
         self._check_variables(variables or {})
         if any(True for _ in textual(messages)):
             self._note("arguments", "is given arguments of tool calls that are not a JSON object")
-        given, text = self._fitted(
-            Given(in_order(messages), [tool.plain() for tool in tools], variables or {}, turn)
-        )
+        asked = Given(in_order(messages), [tool.plain() for tool in tools], variables or {}, turn)
+        given, text = self._fitted(asked)
         self._check_tools(given, text)
-        self._note_names(given.messages, text)
-        if "parts" not in self._noted and (
-            parts := lacking(given, text, said(given.messages), self._rendered)
-        ):
-            self._note("parts", f"leaves out {parts[0].what}, at least in some conversations")
+        if not all((message.get("name") or "") in text for message in given.messages):
+            self._note("names", "leaves out speakers (messages[].name)")
+        if "parts" not in self._noted:
+            for part in lacking(given, text, said(given.messages), self._rendered)[:1]:
+                self._note("parts", f"leaves out {part.what}, at least in some conversations")
         return text
 
     def check_calls(self, messages: Conversation) -> None:
@@ -116,9 +115,8 @@ class ChatTemplate:
             text = self._rendered(given)
         except Exception as error:  # raised by the template or by its expressions
             return None, str(error) or type(error).__name__
-        return text, "".join(
-            part.what for part in lacking(given, text, movable(given.messages), self._rendered)[:1]
-        )
+        missing = lacking(given, text, movable(given.messages), self._rendered)
+        return text, missing[0].what if missing else ""
 
     @cached_property
     def _drops_calls(self) -> bool:
@@ -136,15 +134,9 @@ class ChatTemplate:
         return fit(lambda messages: not self._tried(Given(messages))[1])
 
     def _rendered(self, given: Given) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(given.messages),
-                tools=list(given.tools) or None,
-                tokenize=False,
-                **given.turn,
-                **given.variables,
-            )
-        )
+        tools, more = list(given.tools) or None, {**given.turn, **given.variables}
+        render = self._tokenizer.apply_chat_template
+        return str(render(list(given.messages), tools=tools, tokenize=False, **more))
 
     def _check_tools(self, given: Given, text: str) -> None:
         """Raise FieldError for a function that the text does not name."""
@@ -168,10 +160,6 @@ class ChatTemplate:
         return any(
             name in _read_by(text) for text in (given.values() if isinstance(given, dict) else [given])
         )
-
-    def _note_names(self, messages: Conversation, text: str) -> None:
-        if not all((m.get("name") or "") in text for m in messages):
-            self._note("names", "leaves out speakers (messages[].name)")
 
     def _note(self, kind: str, words: str) -> None:
         """Log something about the template once."""
@@ -293,11 +281,8 @@ def _calls(messages: Conversation) -> Iterator[tuple[tuple[str | int, ...], Mapp
 def _content(index: int, message: Mapping[str, Any]) -> Iterator[Part]:
     content = message.get("content")
     if isinstance(content, str) and (text := content.strip()):
-        yield Part(
-            ("messages", index, "content"),
-            text.splitlines()[0].strip(),
-            f"messages of the role {message['role']}",
-        )
+        what = f"messages of the role {message['role']}"
+        yield Part(("messages", index, "content"), text.splitlines()[0].strip(), what)
 
 
 def lacking(given: Given, text: str, parts: Iterable[Part], render: Callable[[Given], str]) -> list[Part]:
