@@ -23,14 +23,16 @@ class ValueType(NamedTuple):
     parse: Callable[[str], Value]
 
 
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) and item.strip() for item in value)
+
+
 _TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 VALUE_TYPES: dict[type, ValueType] = {
     bool: ValueType("true or false", "boolean", lambda v: type(v) is bool, lambda text: _TRUTH[text.lower()]),
     int: ValueType("an integer", "integer", lambda v: type(v) is int, int),
     float: ValueType("a number", "number", lambda v: type(v) in (int, float) and math.isfinite(v), float),
-    tuple: ValueType(
-        "texts, none empty", "texts", lambda v: _are_texts(v), lambda text: tuple(text.split(","))
-    ),
+    tuple: ValueType("texts, none empty", "texts", _are_texts, lambda text: tuple(text.split(","))),
     str: ValueType("text", "text", lambda v: isinstance(v, str), str),
 }
 
@@ -156,10 +158,6 @@ def _convert(declared: Setting, raw: Any, label: str) -> Value:
 
 def _words(declared: Setting) -> str:
     return VALUE_TYPES[declared.kind].words + (" or none" if declared.has_none else "")
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, str) and item.strip() for item in value)
 
 
 def _range(low: float, high: float) -> str:

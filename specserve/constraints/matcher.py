@@ -143,15 +143,13 @@ class Grammars:
         matcher, thinking, budget = None, None, params.thinking_token_budget
         if budget is not None:
             assert params.thought is not None, "admission refuses a budget without marks of reasoning"
-            thinking = ThoughtState.begin(params.thought, budget, self._text_of)
+            decode = self._tokenizer.decode_bytes
+            thinking = ThoughtState.begin(params.thought, budget, lambda token: bytes(decode([token])))
         if params.grammar is not None:
             matcher = self.start(params.grammar, [])
         constraint = Constraint(matcher, thinking)
         constraint.consume(output)
         return constraint
-
-    def _text_of(self, token: int) -> bytes:
-        return bytes(self._tokenizer.decode_bytes([token]))
 
     def forget(self, grammar: str) -> None:
         """Drop a compiled grammar: the states that one answer filled up would be full for all answers."""

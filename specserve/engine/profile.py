@@ -70,7 +70,8 @@ def measure_graphs(
 ) -> CostModel:
     """Return the cost model of captured steps: the table from replays, the slope from the device's memory bandwidth."""
     table = {shape: run(shape) for shape in shapes}
-    return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
+    token_bytes = sum(spec.token_bytes for spec in context.pool.config.target)
+    return CostModel(table, slope=token_bytes / _read_speed(context.state.device))
 
 
 def replay_seconds(context: Context, shape: StepShape, graph: StepGraph[StepResult]) -> float:
@@ -250,11 +251,6 @@ def _device_seconds(run: Callable[[], object]) -> float:
         end.synchronize()
         found.append(float(begin.elapsed_time(end)) / 1e3)
     return min(found)
-
-
-def _kv_bytes(context: Context) -> int:
-    """Return the bytes of one token in the target's layers."""
-    return sum(spec.token_bytes for spec in context.pool.config.target)
 
 
 def _read_speed(device: torch.device) -> float:

@@ -105,14 +105,8 @@ class StepCounters:
         )
 
     def _levels(self) -> list[LevelTotals]:
-        deepest = max(self.deepest_tested, default=0)
-        tested, accepted = (
-            _at_least([counts[level] for level in range(1, deepest + 1)])
-            for counts in (self.deepest_tested, self.deepest_accepted)
-        )
-        return [LevelTotals(*counts) for counts in zip(tested, accepted, strict=True)]
-
-
-def _at_least(counts: Sequence[int]) -> list[int]:
-    """Return the suffix sums."""
-    return list(accumulate(reversed(counts)))[::-1]
+        """What was tested or accepted at a level was so at all above it."""
+        upwards = range(max(self.deepest_tested, default=0), 0, -1)
+        deepest = self.deepest_tested, self.deepest_accepted
+        sums = (accumulate([counts[level] for level in upwards]) for counts in deepest)
+        return [LevelTotals(*counts) for counts in zip(*sums, strict=True)][::-1]

@@ -81,18 +81,13 @@ class Served:
         info, settings = ready.info, make_settings(**ready.settings)
         without = "this server runs without a tokenizer" if formats is None else info.no_grammars
         unknown = "the format of this model's reasoning is unknown (--reasoning-parser)"
-        return cls(
-            ready,
-            settings,
-            Capacity(
-                info.context_length, info.max_total_tokens, info.vocab_size, settings.requests_all_greedy
-            ),
-            None
-            if formats is None
-            else replace(formats, ends=info.eos_token_ids, no_grammars=without, vocab_size=info.vocab_size),
-            without,
-            unknown if formats is not None and formats.close is None else without,
-        )
+        no_budgets, limits = without, (info.context_length, info.max_total_tokens, info.vocab_size)
+        if formats is not None:
+            no_budgets = unknown if formats.close is None else without
+            ends, vocab_size = info.eos_token_ids, info.vocab_size
+            formats = replace(formats, ends=ends, no_grammars=without, vocab_size=vocab_size)
+        capacity = Capacity(*limits, settings.requests_all_greedy)
+        return cls(ready, settings, capacity, formats, without, no_budgets)
 
     @property
     def info(self) -> EngineInfo:

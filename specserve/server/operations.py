@@ -12,7 +12,7 @@ from specserve.core import FieldError
 from specserve.frontend.conversation import Messages, Variables, of_request, turn
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.frontend.tools import Tools
-from specserve.messages import CostTotals, Stats, StepTotals
+from specserve.messages import Stats
 from specserve.process.client import EngineGone
 from specserve.server import schema
 from specserve.server.errors import RETRY_AFTER, ApiError
@@ -165,22 +165,16 @@ def _speculation(stats: Stats | None) -> dict[str, Any] | None:
     """Return the figures since start, and the latest step's shape. None before the engine's first step."""
     if stats is None or stats.step_totals.shape is None:
         return None
-    totals = stats.step_totals
+    totals, cost = stats.step_totals, stats.step_totals.cost
+    steps = sum(shape.steps for shape in totals.shapes.values())
+    seconds = sum(shape.seconds for shape in totals.shapes.values())
     return {
         "drafter": totals.drafter,
         "shape": totals.shape,
-        "share_of_steps": _shares(totals),
+        "share_of_steps": {
+            name: round(each.steps / steps, 4) for name, each in sorted(totals.shapes.items())
+        },
         "acceptance_by_level": [round(level.accepted / max(level.tested, 1), 4) for level in totals.levels],
-        "speed_up": _speed_up(totals, totals.cost) if totals.cost is not None else None,
+        # Over plain decoding, by the cost model.
+        "speed_up": None if cost is None else round(cost.plain_seconds / max(seconds, 1e-9), 4),
     }
-
-
-def _shares(totals: StepTotals) -> dict[str, float]:
-    steps = sum(shape.steps for shape in totals.shapes.values())
-    return {label: round(shape.steps / steps, 4) for label, shape in sorted(totals.shapes.items())}
-
-
-def _speed_up(totals: StepTotals, cost: CostTotals) -> float:
-    """Return the speed-up over plain decoding, by the cost model."""
-    seconds = sum(shape.seconds for shape in totals.shapes.values())
-    return round(cost.plain_seconds / max(seconds, 1e-9), 4)
