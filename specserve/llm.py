@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import msgspec
@@ -288,9 +287,7 @@ class LLM(_Model):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, requests: list[PromptJobs], use_tqdm: bool, name: str) -> list[RequestOutput]:
@@ -336,9 +333,7 @@ class AsyncLLM(_Model):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
     async def _stream(self, plan: Callable[[], list[PromptJobs]]) -> AsyncGenerator[RequestOutput, None]:

@@ -7,9 +7,8 @@ import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
-REQUEST_ID: ContextVar[str | None] = ContextVar(
-    "request_id", default=None
-)  # of the HTTP request being answered
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the HTTP request being answered."""
 
 
 def configure_logging(level: str, form: str = "text") -> None:

@@ -57,11 +57,11 @@ def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
     model_path = places.directory("--model-path", model, settings.revision)
     tokenizer, draft = _tokenizer(settings, model_path, places), _draft(settings, model_path, places)
     algorithm = settings.speculative_algorithm
-    if draft is not None and settings.method is not None and (named := fitting(algorithm, Path(draft))):
+    if draft is not None and settings.method is not None:
+        named = fitting(algorithm, Path(draft))
         if named != algorithm:
-            notes[f"speculative_algorithm = {named}: the draft's model_type says so, not {algorithm}"] = (
-                CHOSEN
-            )
+            note = f"speculative_algorithm = {named}: the draft's model_type says so, not {algorithm}"
+            notes[note] = CHOSEN
         algorithm = named
     resolved = replace(
         settings,

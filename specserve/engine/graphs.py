@@ -204,13 +204,8 @@ class Graphs:
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
         count = len(steps) + len(prompts) + len(catch_ups)
-        log.info(
-            "captured %d CUDA graphs in %.1f s, %.2f GiB; %d ran first",
-            count,
-            seconds,
-            taken / 2**30,
-            maker.ran,
-        )
+        words = "captured %d CUDA graphs in %.1f s, %.2f GiB; %d ran first"
+        log.info(words, count, seconds, taken / 2**30, maker.ran)
         return cls(steps, prompts, catch_ups, seconds, taken, left, maker)
 
 

@@ -27,9 +27,8 @@ def hide_torch() -> None:
     """Keep Transformers from importing PyTorch into this process. No tokenizer needs it, except ones with the model's
     own code. Has no effect once PyTorch is imported."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: there is no such module
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # suppresses the note that PyTorch is missing
+    # Suppresses the note that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 _READ = "model_type", "model_name", "tokenizer_class"  # of config.json, by AutoTokenizer

@@ -67,9 +67,8 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = config.page_size
         self.tables, specs = config.layout.tables, [*config.target, *config.draft]
-        self._columns: list[
-            tuple[Tensor, int]
-        ] = []  # memory of neighbours of equal size, and the index in it
+        # Memory of neighbours of equal size, and the index in it.
+        self._columns: list[tuple[Tensor, int]] = []
         for size, run in groupby(config.layout.column_bytes):
             shape = len(list(run)), num_pages, size * config.page_size
             # Zeros, not empty: a masked position still multiplies its value by a weight of 0, and 0 * NaN is NaN.

@@ -189,14 +189,8 @@ def load_parameters(
         size = sum(run(lambda each: each.load(files, rename, inference), stored))
     if size:
         seconds = time.perf_counter() - begin
-        log.info(
-            "%s: %s %.2f GB in %.1f s, %.2f GB/s",
-            files.path,
-            files.verb,
-            size / 1e9,
-            seconds,
-            size / 1e9 / seconds,
-        )
+        words = "%s: %s %.2f GB in %.1f s, %.2f GB/s"
+        log.info(words, files.path, files.verb, size / 1e9, seconds, size / 1e9 / seconds)
     return names
 
 

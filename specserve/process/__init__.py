@@ -2,6 +2,5 @@
 
 import os
 
-os.environ.setdefault(
-    "TORCH_BLAS_PREFER_CUBLASLT", "1"
-)  # choosing it after PyTorch's import prints a warning
+# Choosing it after PyTorch's import prints a warning.
+os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")

@@ -298,18 +298,13 @@ def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
     longest = drafter.continuation
     if longest and config.draft is not None and config.draft.datastore is not None:
         store = Datastore(config.draft.datastore, config.model.vocab_size)
-        log.info(
-            "datastore: %d tokens of %d bits in %d chunks, mapped",
-            store.size,
-            8 * store.token_bytes,
-            len(store.chunks),
-        )
+        words = "datastore: %d tokens of %d bits in %d chunks, mapped"
+        log.info(words, store.size, 8 * store.token_bytes, len(store.chunks))
         observers.append(ContinuationObserver(store, runner, longest))
     elif longest and config.draft is not None and config.draft.recalled:
         answers = AnswerIndex(config.draft.recalled)
-        log.info(
-            "earlier answers: up to %d tokens in %.0f MiB", answers.capacity, answers.capacity * BYTES / 2**20
-        )
+        words = "earlier answers: up to %d tokens in %.0f MiB"
+        log.info(words, answers.capacity, answers.capacity * BYTES / 2**20)
         observers.append(AnswersObserver(answers, runner, longest))
     return observers
 

@@ -101,9 +101,8 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     )
     table = context.state.slots
     table.tokens[slots.rows_B[chunks.slot_T], position_T] = chunks.token_T.int()
-    table.tokens[slots.rows_B, end_B] = (
-        token_B.int()
-    )  # after a run that is not final, the next run overwrites it
+    # After a run that is not final, the next run overwrites it.
+    table.tokens[slots.rows_B, end_B] = token_B.int()
     drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table.root[slots.rows_B] = token_B
     table.length[slots.rows_B] = end_B

@@ -30,9 +30,8 @@ class Scanner:
     controls: ClassVar[bool] = True
 
     closes: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
-    outside = re.compile(
-        r"[^ \t\n\r,:0-9.+\-Eaeflnrstu]"
-    )  # quotes, brackets, and characters outside numbers and words
+    # Quotes, brackets, and characters outside numbers and words.
+    outside = re.compile(r"[^ \t\n\r,:0-9.+\-Eaeflnrstu]")
     inside: ClassVar[Mapping[str, re.Pattern[str]]] = {'"': re.compile(r'["\\\x00-\x1f]')}
     """By quote: characters that end a string, escape, or are invalid in one in JSON."""
 
@@ -261,14 +260,10 @@ def call_of(text: str, names: Collection[str]) -> list[Event]:
 def _callee(others: Mapping[str, str], key: str) -> object:
     """Return the name of what an object calls with arguments under ``key``, given its other members; None if it is no
     call, but has another type, both keys, or a description, as the definition of a function has. Raises ValueError."""
-    defines = key == "parameters" and "description" in others
-    if defines or {"arguments", "parameters"} & others.keys() or _typed(others) != "function":
+    defines, kind = key == "parameters" and "description" in others, others.get("type", '"function"')
+    if defines or {"arguments", "parameters"} & others.keys() or json.loads(kind) != "function":
         return None
     return json.loads(others.get("name", "null"))
-
-
-def _typed(members: Mapping[str, str]) -> object:
-    return json.loads(members.get("type", '"function"'))
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:

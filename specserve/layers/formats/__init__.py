@@ -50,9 +50,8 @@ REFUSED = {
 def read_format(quantization_config: object, files: Dtypes) -> WeightFormat:
     """Return the format of a ``quantization_config``. Raises ValueError naming the known methods."""
     config = quantization_config if isinstance(quantization_config, Mapping) else {}
-    method = config.get(
-        "quant_method", "mlx" if {"bits", "group_size"} <= {*config} else None
-    )  # MLX names none
+    unnamed = "mlx" if {"bits", "group_size"} <= {*config} else None
+    method = config.get("quant_method", unnamed)
     if isinstance(method, str) and method in FORMATS:
         return FORMATS[method](config, files)
     accepted = f"weights must be float16, bfloat16 or float32, or of quant_method {', '.join(FORMATS)}"

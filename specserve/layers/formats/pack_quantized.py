@@ -56,8 +56,7 @@ class PackQuantizedLayout:
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
         values_OI, zero_OG = unpack_words(moved(stored["weight_packed"], device), self.bits), None
         if not self.symmetric:
-            zero_OG = unpack_words(moved(stored["weight_zero_point"], device).T, self.bits)[
-                :, : len(values_OI)
-            ].T
+            zero_GO = unpack_words(moved(stored["weight_zero_point"], device).T, self.bits)
+            zero_OG = zero_GO[:, : len(values_OI)].T
         scale_OG, index_I = moved(stored["weight_scale"], device, self.scales), stored.get("weight_g_idx")
         return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I)

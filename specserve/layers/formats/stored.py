@@ -101,9 +101,8 @@ class StoredProjection(Projection):
                 tensors = layout.tensors(outputs, inputs)
                 if bias:
                     tensors["bias"] = torch.empty(outputs)
-                shapes = {
-                    name: each.new_empty(()).expand_as(each) for name, each in tensors.items()
-                }  # no memory
+                # Without memory.
+                shapes = {name: each.new_empty(()).expand_as(each) for name, each in tensors.items()}
                 parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in shapes.items()}
                 self._files[str(outputs)] = nn.ParameterDict(parameters)
         if any(part["weight"].dtype == FP8 for part in self.stored() if "weight" in part):

@@ -21,9 +21,8 @@ from specserve.speculation.shape import StepShape
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Family = tuple[
-    int, int, int
-]  # branching; nodes a slot (chains: 0); a model's levels next to copied text, else 0
+Family = tuple[int, int, int]
+"""Branching; nodes a slot (chains: 0); a model's levels next to copied text, else 0."""
 CHAIN: Family = (1, 0, 0)
 
 FORGET = 0.995  # decay of a level's evidence, at each step that tests it

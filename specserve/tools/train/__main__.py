@@ -149,10 +149,8 @@ def pack_all(
     for name, documents in train.items():
         rows.append(pack(documents, args.max_length, args.seed))
         sizes = len(documents), len(documents.tokens), int(documents.mask.sum()), len(rows[-1])
-        log.info(
-            "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out",
-            *(name, *sizes, len(aside.get(name, []))),
-        )
+        words = "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out"
+        log.info(words, name, *sizes, len(aside.get(name, [])))
     return rows
 
 

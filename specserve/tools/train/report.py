@@ -60,9 +60,8 @@ def measure(
         chosen = np.arange(start, min(start + batch_rows, len(rows)))
         found = unroll(make_batch([(rows, chosen)], device, flash), CHAIN)
         for total, level in zip((reached, kept), found.accepted(), strict=True):
-            total[: len(level)] += (
-                torch.stack(level).cpu().numpy()
-            )  # block drafts and Medusa heads may have fewer levels
+            # Block drafts and Medusa heads may have fewer levels.
+            total[: len(level)] += torch.stack(level).cpu().numpy()
         first = found.levels[0]
         greedy.update(first.greedy_BC[first.valid_BC].tolist())
     return Chains(reached.tolist(), kept.tolist(), greedy)
