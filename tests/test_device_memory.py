@@ -224,6 +224,22 @@ def test_a_pool_is_as_large_as_the_free_memory_allows(
         pool_of(target, 0)
 
 
+@pytest.mark.parametrize(
+    ("taken", "others", "fraction", "left"),
+    [
+        (20, 1, 0.85, 64),
+        (20, 0, 0.95, 75),
+        (20, 0, 0.45, 25),
+        (20, 45, 0.45, 20),
+        (18, 54, 0.28, 10),
+        (18, 67, 0.28, 0),
+    ],
+)
+def test_programs_share_a_gpu(taken: int, others: int, fraction: float, left: int) -> None:
+    """Each has a fraction of all of it, as far as the others leave that and some headroom."""
+    assert DeviceMemory(100, 100 - taken - others, taken).within(fraction) == left
+
+
 def test_states_count_beside_a_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Though on a CPU they take no memory before requests run. Those of prefixes take a third of the rest."""
     target = make_qwen3_5(tmp_path)

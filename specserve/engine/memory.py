@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 LEAST_TOKENS, CONTEXTS = 65536, 4
 """Default size of a CPU's pool, whichever is larger, if it fits: tokens, and whole contexts."""
+HEADROOM = 0.15
+"""Share of a GPU's memory that stays free for graphs and temporary buffers, or less with a larger fraction."""
 _GROUPS = {
     "v1": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     "v2": ("", "memory.max", "memory.current"),
@@ -36,14 +38,17 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device that this process may use, and how many of them are free."""
+    """Bytes of a device that this process may use, how many of them are free, and how many it has taken of a GPU's."""
 
     total: int
     free: int
+    taken: int = 0
 
     def within(self, fraction: float) -> int:
-        """Return how many bytes of a fraction of all are free."""
-        return int(self.total * fraction) - (self.total - self.free)
+        """Return how many bytes this process may still take of a fraction of all. What others take does not count, as
+        long as ``HEADROOM`` stays free."""
+        rest = int(self.total * min(1 - fraction, HEADROOM))
+        return min(int(self.total * fraction) - self.taken, self.free - rest)
 
 
 def host_memory(root: Path = Path("/")) -> DeviceMemory:
@@ -96,7 +101,7 @@ def device_memory(device: str) -> DeviceMemory:
     if device == "cpu":
         return host_memory()
     free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(total, free)
+    return DeviceMemory(total, free, torch.cuda.memory_reserved())
 
 
 def return_memory() -> None:
@@ -140,7 +145,8 @@ def pool_pages(
     if pages < 2:
         raise ValueError(
             f"--mem-fraction-static {mem_fraction}: {memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are "
-            f"free next to the weights, which leaves no room for a KV pool; raise it, or use a smaller --dtype or model"
+            f"free next to the weights and other programs, which leaves no room for a KV pool; raise it, or use a "
+            f"smaller --dtype or model"
         )
     return pages
 

@@ -663,7 +663,7 @@ def test_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="page_sise: unknown setting; the nearest known one is page_size"):
         make(tmp_path, monkeypatch, page_sise=1)
-    with pytest.raises(ValueError, match="^model_path: /no/where does not exist"):
+    with pytest.raises(ValueError, match=r"^model_path: /no/where does not exist"):
         LLM("/no/where")
 
 
