@@ -54,11 +54,14 @@ def _compile(own: argparse.Namespace, flags: Sequence[str]) -> None:
         raise ValueError("--device cpu: nothing is compiled for a CPU")
     if find_spec("triton") is None:
         raise ValueError("Triton is not installed, which compiles the kernels: pip install triton (on Linux)")
+    import torch
     from specserve_kernels.ops.device import Gpu, Limits, this_gpu
 
     from specserve.process.assemble import resolve_engine
     from specserve.process.compile import CompileJob, compile_all
 
+    if not own.gpu and not torch.cuda.is_available():
+        raise ValueError(f"--gpu: needed where torch finds none: one of {', '.join(GPUS)}")
     _, _, config = resolve_engine(replace(given, device="cuda"), has_gpu=True if own.gpu else None)
     if config.attention_backend != "triton":
         raise ValueError(

@@ -585,7 +585,7 @@ def test_a_vocabulary_with_tokens_after_the_targets(
 
 def test_more_branches_than_draft_tokens(sound: Sound) -> None:
     pair = sound[eagle3]
-    with pytest.raises(ValueError, match=r"--speculative-eagle-topk: .*draft has 24 tokens, found 25"):
+    with pytest.raises(ValueError, match=r"^speculative_eagle_topk: .*draft has 24 tokens, found 25"):
         LLM(str(pair.target), **pair.settings, **shaped(1, 25, 3))
 
 
@@ -594,7 +594,7 @@ def test_heads_that_the_backend_does_not_have(tmp_path: Path, monkeypatch: pytes
     target = make_llama(tmp_path / "target", hidden=64, heads=2)
     draft = make_eagle3(tmp_path / "draft", target, heads=4, kv_heads=4)
     monkeypatch.setitem(ATTENTION, "torch", ATTENTION["triton"])
-    words = r"--attention-backend triton cannot serve the draft's 4 KV heads of size 16: the head size .*; use torch"
+    words = r"attention_backend triton cannot serve the draft's 4 KV heads of size 16: the head size .*; use torch"
     with pytest.raises(ValueError, match=words):
         LLM(str(target), dtype="float32", **Pair(target, draft, "EAGLE3").settings)
 

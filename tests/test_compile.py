@@ -371,8 +371,10 @@ def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -
         (["--gpu", "h200", "--processes", "0"], "--processes: must be at least 1, found 0"),
         (["--device", "cpu"], "--device cpu: nothing is compiled for a CPU"),
         (["--gpus", "h200"], "--gpus: unknown flag"),
+        ([], "--gpu: needed where torch finds none: one of a100, l4"),
     ],
 )
 def test_mistakes(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
+    with patch("torch.cuda.is_available", return_value=False):
+        assert main(flags) == 2
     assert words in capsys.readouterr().err

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -98,12 +99,14 @@ class Tokenizer:
             found = load_tokenizer(path, trust_remote_code)
         except Exception as error:  # the library raises many types, from OSError to KeyError
             reason = " ".join(str(error).split()) or type(error).__name__
-            if os.path.isdir(path) and not {"config.json", "tokenizer.json", "tokenizer.model"} & {
-                *os.listdir(path)
-            }:
+            files = os.listdir(path) if os.path.isdir(path) else ["tokenizer.json"]
+            lacks = not any(map(re.compile(r"tokenizer\.|vocab|tekken|.*\.(model|tiktoken)$").match, files))
+            if lacks and "config.json" not in files:
                 reason = "it has no tokenizer.json and no config.json"
-            if os.path.join(path, "config.json") in reason:  # the model's file is broken, not the tokenizer's
+            elif os.path.join(path, "config.json") in reason:  # the model's file is broken
                 raise ValueError(reason) from None
+            elif lacks:
+                reason = "it has no tokenizer.json; --tokenizer-path names another directory"
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None
         if chat_template is not None:
             replace_template(found, chat_template)

@@ -11,7 +11,7 @@ from specserve.server.anthropic.routes import add_messages
 from specserve.server.chat import add_chat
 from specserve.server.completions import add_completions
 from specserve.server.errors import HEADER, ApiError, add_handlers
-from specserve.server.front import Front, Served, is_served
+from specserve.server.front import Front, Served
 from specserve.server.middleware import (
     ApiKeys,
     BoundedRoute,
@@ -88,10 +88,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=answers(schema.Model))
     async def get_model(name: str) -> Json:
-        served = front.serving()
-        if not is_served(name, served.settings.served_model_name):
-            raise ApiError(404, f"this server has no model {name!r}", "model", "model_not_found")
-        return Json(_model(front, served, name))
+        return Json(_model(front, front.serving(name), name))
 
 
 def _model(front: Front, served: Served, name: str) -> schema.Model:

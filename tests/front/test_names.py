@@ -44,3 +44,4 @@ def test_requests(serve: Serve) -> None:
         "param": "model",
         "code": "model_not_found",
     }
+    assert client.get("/v1/models/org/large").json() == error.json()

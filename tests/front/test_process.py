@@ -17,6 +17,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from specserve.frontend.tokenizer import Tokenizer
 from tests.front.processes import ROOT, RUN, Server, running, wait
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -283,3 +284,7 @@ def test_tokenizer_that_cannot_be_loaded(model: Path, tmp_path: Path) -> None:
     with running("build_echo", model, "--tokenizer-path", str(tmp_path)) as server:
         assert server.finish() == 2
     assert server.lines[-1].startswith(f"error: the tokenizer of {tmp_path} can't be loaded: ")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; --tokenizer-path names another directory"):
+        Tokenizer.load(str(tmp_path))
