@@ -110,6 +110,10 @@ def test_points() -> None:
     assert points(turns, 0, 0, PAGE, room=16) == [16, 32, 64, 96, 112, 128, 156]
     assert passed[:9] == [[32], [32], [32, 64], [32], [64], [], [], [], [96]], "not what stands for the end"
     assert passed[9:] == [[32, 64, 96, 128], [32, 64, 96, 112, 128]]
+    chat[9:12] = [[]] * 3  # type: ignore[list-item]
+    assert points(chat, 12, 20, PAGE) == [20, 32, 47], (
+        "what is cached is not looked at after the first message"
+    )
 
 
 def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:

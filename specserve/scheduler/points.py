@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress, count, islice
 
 INTERVAL = 1024
 # The cost of one more launch, in prompt tokens: about as many as a GPU computes while it reads the weights once.
@@ -38,14 +39,16 @@ class Snapshots:
         at intervals, and then those of other messages, are further apart where a long prompt would take more than half
         of the room."""
         most = (len(tokens) - 1) // page_size * page_size  # the last token is always computed
-        after = (index for index, token in enumerate(tokens, 1) if token in self.ends)
+        is_end = self.ends.__contains__
+        after = compress(count(cached + 1), map(is_end, tokens[cached:]))
         ends = sorted({min(end // page_size * page_size, most) for end in after})
+        first = ends[:1] if ends and not any(map(is_end, islice(tokens, cached))) else []
         found = [0, cached, *([known] if known > cached + page_size else [])]
         step = max(INTERVAL // page_size, 1) * page_size
         step *= max(1, -(-2 * (most // step) // self.room))
         apart = most // max(1, self.room // 2 - most // step)
-        for end in (*ends[:1], *ends[-1:], *ends[1:-1]):
-            if _far(end, found, 0 if end in (ends[0], ends[-1]) else apart):
+        for end in (*first, *ends[-1:], *ends[len(first) : -1]):
+            if _far(end, found, 0 if end in (*first, ends[-1]) else apart):
                 insort(found, end)
         found = sorted({*found, *range(step, most + 1, step)})
         if forked or _far(most, found):
@@ -53,7 +56,7 @@ class Snapshots:
         found = [point for point in sorted({*found}) if point > cached]
         if found[-1:] == [most] and len(tokens) % page_size and self.serves(len(tokens), most):
             found[-1] = len(tokens)  # without a cut
-        return {point: point not in {*ends[:1], *ends[-1:], known, *found[-1:]} for point in found}
+        return {point: point not in {*first, *ends[-1:], known, *found[-1:]} for point in found}
 
 
 def _far(end: int, points: Sequence[int], least: int = 0) -> bool:
