@@ -342,6 +342,7 @@ def test_settings(target: Path) -> None:
     with pytest.raises(ValueError, match=words):
         notes(max_mamba_cache_size=16, max_running_requests=16)
     assert "max_running_requests = 8: half of max_mamba_cache_size" in notes(max_mamba_cache_size=16)
+    assert "mamba_ssm_dtype = float32: the dtype is bfloat16" in notes(dtype="bfloat16")
     with pytest.raises(
         ValueError, match="--page-size: must be a divisor of linear_conv_kernel_dim, 5, or at least"
     ):

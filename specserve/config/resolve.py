@@ -171,6 +171,8 @@ def _states(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     sizes, requests = ["max_mamba_cache_size", "mamba_full_memory_ratio"], settings.max_running_requests
     if not model.states:
         return settings.without(["mamba_ssm_dtype", *sizes], ": no layer keeps a state", notes)
+    if settings.mamba_ssm_dtype == "auto" and settings.dtype != "float64":
+        settings = settings.choose("mamba_ssm_dtype", "float32", f"the dtype is {settings.dtype}", notes)
     if settings.disable_radix_cache:
         return settings.without(sizes, ": no prefix is cached", notes)
     given = settings.max_mamba_cache_size
