@@ -84,17 +84,15 @@ def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor)
     ``made_TVU``. Changes nothing else. Outputs of unused nodes, after the last run, are 0."""
     block = kept.key_REJD.shape[1] // 2
     begin_B, begin_T = lag(runs.length_B, block), lag(runs.position_T, block)
-    state = _state(kept, runs.rows_B, runs.length_B)
+    state, rings = _state(kept, runs.rows_B, runs.length_B), _rings(kept, runs)
     out, made = _buffers(inputs.value_TVU)
     later = None
     for index in range(runs.longest):
         read, later_B = state, begin_T[_token(runs, index)] > begin_B
         if bool(later_B.any()):
-            if later is None:
-                at_BC = (begin_B[:, None] + torch.arange(block, device=begin_B.device)) % (2 * block)
-                later = fold(state, *(table[runs.rows_B[:, None], at_BC] for table in kept[1:]))
+            later = fold(state, *_block(rings, begin_B)) if later is None else later
             read = later.where(later_B[:, None, None, None], state)
-        _run_token(inputs, kept, runs, index, read, out, made)
+        _run_token(inputs, rings, runs, index, read, out, made, path=index > 0)
     made_TVU.copy_(made[:-1])
     return out[:-1]
 
@@ -102,19 +100,19 @@ def delta_nodes(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor)
 def delta_prompts(inputs: DeltaInputs, kept: Lagged, runs: Runs, made_TVU: Tensor) -> Tensor:
     """Do the same for prompts' chunks, and advance the rows' states past them; the ring stays. Runs of one row are
     padding."""
-    block, device = kept.key_REJD.shape[1] // 2, runs.rows_B.device
-    state = _state(kept, runs.rows_B, runs.length_B)
+    entries, row_B = kept.key_REJD.shape[1], torch.arange(len(runs.rows_B), device=runs.rows_B.device)
+    state, rings = _state(kept, runs.rows_B, runs.length_B), _rings(kept, runs)
     out, made = _buffers(inputs.value_TVU)
-    entries = inputs.key_TJD, made, inputs.decay_TV
     for index in range(runs.longest + 1):
-        end_B = runs.length_B + torch.minimum(runs.q_start.diff(), torch.tensor(index, device=device))
-        full_B = (end_B % block == 0) & (end_B >= 2 * block) & (index == end_B - runs.length_B) & (index > 0)
-        if bool(full_B.any()):
-            at_BC = end_B[:, None] - 2 * block + torch.arange(block, device=device)
-            found = (_at(runs, each, table, at_BC) for each, table in zip(entries, kept[1:], strict=True))
-            state = fold(state, *found).where(full_B[:, None, None, None], state)
+        end_B, there_B = runs.length_B + index, index <= runs.q_start.diff()
+        full_B = there_B & (end_B % (entries // 2) == 0) & (end_B >= entries)
+        if index and bool(full_B.any()):
+            state = fold(state, *_block(rings, end_B)).where(full_B[:, None, None, None], state)
         if index < runs.longest:
-            _run_token(inputs, kept, runs, index, state, out, made)
+            _run_token(inputs, rings, runs, index, state, out, made, path=False)
+            token_B = _token(runs, index)  # of a run that has ended any: nothing reads its ring
+            for ring, source_TX in zip(rings, (inputs.key_TJD, made, inputs.decay_TV), strict=True):
+                ring[row_B, :, end_B % entries] = source_TX[token_B].to(ring.dtype)
     kept.state_RVDU[runs.rows_B] = state
     made_TVU.copy_(made[:-1])
     return out[:-1]
@@ -141,7 +139,7 @@ def fold(state_BVDU: Tensor, key_BCJD: Tensor, value_BCVU: Tensor, decay_BCV: Te
     run_BCV = decay_BCV.flip(1).cumsum(1)
     weight_BCV = torch.cat([torch.zeros_like(run_BCV[:, :1]), run_BCV[:, :-1]], 1).flip(1).exp()
     key_BCVD = key_BCJD.to(wide).repeat_interleave(group, 2) * weight_BCV[..., None]
-    added_BVDU = (key_BCVD[..., None] * value_BCVU.to(wide)[..., None, :]).sum(1)
+    added_BVDU = key_BCVD.permute(0, 2, 3, 1) @ value_BCVU.to(wide).transpose(1, 2)
     whole_BV11 = run_BCV[:, -1].exp()[..., None, None]
     return (whole_BV11 * state_BVDU.to(wide) + added_BVDU).to(state_BVDU.dtype)
 
@@ -162,50 +160,63 @@ def _token(runs: Runs, index: int) -> Tensor:
     return (runs.q_start[:-1] + index).clamp(max=len(runs.position_T) - 1)
 
 
-def _at(runs: Runs, source_TX: Tensor, kept_REX: Tensor, position_BC: Tensor) -> Tensor:
-    """Return what tokens at positions of each run have left, in it or before."""
-    local_BC = position_BC - runs.length_B[:, None]
-    own = source_TX[(runs.q_start[:-1, None] + local_BC).clamp(0, len(source_TX) - 1)]
-    ring = kept_REX[runs.rows_B[:, None], position_BC % kept_REX.shape[1]]
-    return own.where((local_BC >= 0).view(*local_BC.shape, *[1] * (own.dim() - 2)), ring)
+def _rings(kept: Lagged, runs: Runs) -> tuple[Tensor, ...]:
+    """Return the entries before each run, as wide numbers, 0 where nothing reads them: ``[B, J, E, D]``,
+    ``[B, V, E, U]`` and ``[B, V, E]``."""
+    last_B1, entries, wide = runs.length_B[:, None] - 1, kept.key_REJD.shape[1], kept.decay_REV.dtype
+    back_BE = (last_B1 - torch.arange(entries, device=last_B1.device)) % entries
+    there_BE = last_B1 - back_BE >= lag(last_B1 + 1, entries // 2)
+    found = (
+        each[runs.rows_B].where(there_BE.view(*there_BE.shape, *[1] * (each.dim() - 2)), 0)
+        for each in kept[1:]
+    )
+    return tuple(each.to(wide).transpose(1, 2).contiguous() for each in found)
+
+
+def _block(rings: tuple[Tensor, ...], begin_B: Tensor) -> list[Tensor]:
+    """Return the entries of a block from a position on, or so many tokens before it as rings have."""
+    entries = rings[0].shape[2]
+    row_B1 = torch.arange(len(begin_B), device=begin_B.device)[:, None]
+    at_BC = (begin_B[:, None] + torch.arange(entries // 2, device=begin_B.device)) % entries
+    return [ring[row_B1, :, at_BC] for ring in rings]
 
 
 def _run_token(
     inputs: DeltaInputs,
-    kept: Lagged,
+    rings: tuple[Tensor, ...],
     runs: Runs,
     index: int,
     state_BVDU: Tensor,
     out_TVU: Tensor,
     made_TVU: Tensor,
+    path: bool,
 ) -> None:
-    """Compute the token at ``index`` of each run that has one."""
-    token_B, wide = _token(runs, index), inputs.decay_TV.dtype
-    rows_B, position_B, back_BS = runs.rows_B, runs.position_T[token_B], runs.back_TE[token_B, 1:]
-    entries, group = kept.key_REJD.shape[1], inputs.value_TVU.shape[1] // inputs.key_TJD.shape[1]
-    before_BS = position_B[:, None] - torch.arange(1, entries, device=rows_B.device)
-    since_BS = before_BS >= lag(position_B, entries // 2)[:, None]
-
-    def entry(source_TX: Tensor, kept_REX: Tensor) -> Tensor:
-        ring_BSX = kept_REX[rows_B[:, None], before_BS % entries]
-        own_BSX = source_TX[back_BS.clamp(min=0)]
-        return own_BSX.where((back_BS >= 0).view(*back_BS.shape, 1, 1), ring_BSX).to(wide)
-
-    key_BSJD, value_BSVU = entry(inputs.key_TJD, kept.key_REJD), entry(made_TVU, kept.value_REVU)
-    decay_BEV = inputs.decays_TVE[token_B].transpose(1, 2)
-    whole_BV = decay_BEV[torch.arange(len(token_B)), position_B - lag(position_B, entries // 2)]
-
-    def read(vector_BJD: Tensor) -> Tensor:
-        """Return what state and entries return for a key or a query, ``[B, V, U]``."""
-        dot_BSV = (key_BSJD * vector_BJD[:, None]).sum(-1).repeat_interleave(group, 2) * decay_BEV[:, :-1]
-        from_entries = (dot_BSV[..., None] * value_BSVU).where(since_BS[..., None, None], 0).sum(1)
-        vector_BVD = vector_BJD.repeat_interleave(group, 1)
-        return whole_BV[..., None] * (state_BVDU.to(wide) * vector_BVD[..., None]).sum(-2) + from_entries
-
-    query_BJD, key_BJD = inputs.query_TJD[token_B].to(wide), inputs.key_TJD[token_B].to(wide)
+    """Compute the token at ``index`` of each run that has one. ``path``: it reads its ancestors, which are not in the
+    rings."""
+    token_B, (key_BJED, value_BVEU, _) = _token(runs, index), rings
+    entries, wide, group = key_BJED.shape[2], key_BJED.dtype, value_BVEU.shape[1] // key_BJED.shape[1]
+    position_B, decay_BVE = runs.position_T[token_B], inputs.decays_TVE[token_B]
+    since_B = position_B - lag(position_B, entries // 2)
+    before_BE = (position_B[:, None] - 1 - torch.arange(entries, device=token_B.device)) % entries  # and one
+    if path:
+        back_BE = runs.back_TE[token_B].gather(1, (before_BE + 1) % entries)
+        own_BE11 = (back_BE >= 0)[..., None, None]
+        key_BJED, value_BVEU = (
+            source_TX[back_BE.clamp(min=0)].to(wide).where(own_BE11, ring.transpose(1, 2)).transpose(1, 2)
+            for source_TX, ring in ((inputs.key_TJD, key_BJED), (made_TVU, value_BVEU))
+        )
+    weight_BVE = decay_BVE.gather(2, before_BE[:, None].expand_as(decay_BVE))
+    weight_BVE = weight_BVE.where((before_BE < since_B[:, None])[:, None], 0)
+    whole_BV11 = decay_BVE[torch.arange(len(token_B)), :, since_B][..., None, None]
+    # Of the key, what is corrected; of the query, the output but for its own entry. Sums have one order, as factors are
+    # contiguous.
+    x_BJ2D = torch.stack([inputs.key_TJD[token_B], inputs.query_TJD[token_B]], 2).to(wide)
+    pair_BJ2E, x_BV2D = x_BJ2D @ key_BJED.contiguous().mT, x_BJ2D.repeat_interleave(group, 1)
+    read_BV2U = (pair_BJ2E.repeat_interleave(group, 1) * weight_BVE[:, :, None]) @ value_BVEU.contiguous()
+    read_BV2U += whole_BV11 * (x_BV2D @ state_BVDU.to(wide))
     beta_BV1, value_BVU = inputs.beta_TV[token_B].to(wide)[..., None], inputs.value_TVU[token_B].to(wide)
-    new_BVU = (beta_BV1 * (value_BVU - read(key_BJD))).to(made_TVU.dtype)
-    own_BV1 = (key_BJD * query_BJD).sum(-1).repeat_interleave(group, 1)[..., None]
-    found_BVU = (read(query_BJD) + own_BV1 * new_BVU.to(wide)).to(out_TVU.dtype)
+    new_BVU = (beta_BV1 * (value_BVU - read_BV2U[:, :, 0])).to(made_TVU.dtype)
+    own_BV1 = x_BV2D.prod(2).sum(-1, keepdim=True)
+    found_BVU = (read_BV2U[:, :, 1] + own_BV1 * new_BVU.to(wide)).to(out_TVU.dtype)
     written_B = token_B.where(index < runs.q_start.diff(), len(out_TVU) - 1)
     made_TVU[written_B], out_TVU[written_B] = new_BVU, found_BVU
