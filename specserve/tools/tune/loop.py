@@ -19,7 +19,7 @@ from specserve.engine.commands import Prefill, Step
 from specserve.engine.graphs import Graphs
 from specserve.engine.launch import Launch
 from specserve.engine.profile import Stopwatch
-from specserve.engine.runner import Runner
+from specserve.engine.runner import Followers, Runner
 from specserve.messages import Failed, Submit, Tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -59,8 +59,8 @@ class MeteredRunner(Runner):
 
     steps = 0
 
-    def __init__(self, context: Context, graphs: Graphs) -> None:
-        super().__init__(context, graphs)
+    def __init__(self, context: Context, graphs: Graphs, followers: Followers | None = None) -> None:
+        super().__init__(context, graphs, followers)
         self.prefills: list[Stopwatch] = []
 
     def prefill(self, command: Prefill) -> Launch:
