@@ -15,24 +15,8 @@ from torch import Tensor
 
 from specserve.constraints.masks import Ends, NodesOnHost
 from specserve.core import SamplingParams
-from specserve.engine.commands import (
-    Admit,
-    Begin,
-    CatchUp,
-    Change,
-    Command,
-    CopyStates,
-    Measure,
-    Prefill,
-    Row,
-    SetContinuations,
-    SetDraftRows,
-    SetDraftTemperatures,
-    SetPages,
-    SetPredictions,
-    Settle,
-    Step,
-)
+from specserve.engine import commands
+from specserve.engine.commands import Command, Row
 from specserve.engine.graphs import Graphs
 from specserve.engine.launch import NO_ENDS, Launch
 from specserve.engine.profile import Stopwatch, eager_seconds, replay_seconds
@@ -85,49 +69,49 @@ class Executor:
             state.slots.length[state.dummy].fill_(start)
             scored = [0] * (count - 1) if params.logprobs else []
             rows = [Row(state.dummy, params, start + count, [0] * count, scored=scored)]
-            self._prefilled(rows, self._run_prompts(Prefill(rows)), Stopwatch(state.device)).read()
+            self._prefilled(rows, self._run_prompts(commands.Prefill(rows)), Stopwatch(state.device)).read()
         state.slots.length[state.dummy].fill_(1)
 
     def run(self, command: Command) -> Launch | None:
         """Execute any command. Returns the launch of a prefill or a step."""
         match command:
-            case Prefill():
+            case commands.Prefill():
                 return self.prefill(command)
-            case Step():
+            case commands.Step():
                 return self.step(command)
-            case Settle():
+            case commands.Settle():
                 return self.settle(command)
-            case Begin():
+            case commands.Begin():
                 self.begin(command)
-            case Measure():
+            case commands.Measure():
                 self.measure(command)
             case _:
                 self.change(command)
         return None
 
     @torch.inference_mode()
-    def change(self, command: Change) -> None:
+    def change(self, command: commands.Change) -> None:
         """Write state without waiting for a launch. Captured steps, which read by address, see the change."""
         context, state = self.context, self.context.state
         match command:
-            case Admit():
+            case commands.Admit():
                 context.admit(command.rows)
-            case SetPages():
+            case commands.SetPages():
                 state.set_pages(command.runs)
-            case CopyStates():
+            case commands.CopyStates():
                 self._copy_states(command)
-            case CatchUp():
+            case commands.CatchUp():
                 self._catch_up(command.slots)
-            case SetPredictions():
+            case commands.SetPredictions():
                 state.set_predictions(command.due)
-            case SetDraftRows():
+            case commands.SetDraftRows():
                 context.drafter.set_rows(to_device(command.rows, state.device))
-            case SetDraftTemperatures():
+            case commands.SetDraftTemperatures():
                 state.set_draft_temperatures(command.slots, command.temperatures)
-            case SetContinuations():
+            case commands.SetContinuations():
                 context.drafter.set_continuations(command.continuations)
 
-    def _copy_states(self, command: CopyStates) -> None:
+    def _copy_states(self, command: commands.CopyStates) -> None:
         states, snapshots = self.context.states, self.context.snapshots
         assert states is not None
         assert snapshots is not None
@@ -145,14 +129,14 @@ class Executor:
             context.drafter.catch_up(context, View.of(context, self._tensor(slots), 0, Needs()))
 
     @torch.inference_mode()
-    def measure(self, command: Measure) -> float:
+    def measure(self, command: commands.Measure) -> float:
         """Return the seconds of a step: of its graph, if there is one, behind as little as possible."""
         if (graph := self.graphs.steps.get(command.shape)) is not None:
             return replay_seconds(self.context, command.shape, graph)
         return eager_seconds(self.context, command.shape, command.length)
 
     @torch.inference_mode()
-    def prefill(self, command: Prefill) -> Launch:
+    def prefill(self, command: commands.Prefill) -> Launch:
         rows, stopwatch = command.rows, Stopwatch(self.context.state.device)
         result = self._replay_prompts(command) or self._run_prompts(command)
         return self._prefilled(rows, result, stopwatch.stop())
@@ -166,7 +150,7 @@ class Executor:
         predicted_B2 = _asked(rows, result.predicted_B2)
         return Launch(packed, logprobs, rows, stopwatch, predicted_B2, scores=result.scores)
 
-    def _replay_prompts(self, command: Prefill) -> PrefillResult | None:
+    def _replay_prompts(self, command: commands.Prefill) -> PrefillResult | None:
         """Replay the captured launch of this size; None if there is none."""
         rows = command.rows
         size = size_for([len(row.tokens) for row in rows], list(self.graphs.prompts))
@@ -175,7 +159,7 @@ class Executor:
         runs = [Run(row.slot, row.tokens, row.final) for row in rows]
         return self.graphs.prompts[size].replay(runs, self.context.state.dummy, command.words)
 
-    def _run_prompts(self, command: Prefill) -> PrefillResult:
+    def _run_prompts(self, command: commands.Prefill) -> PrefillResult:
         rows = command.rows
         counts = [len(row.tokens) for row in rows]
         starts = list(accumulate(counts, initial=0))
@@ -194,7 +178,7 @@ class Executor:
         return prefill(self.context, self._view(rows, rows_B), chunks)
 
     @torch.inference_mode()
-    def step(self, command: Step) -> Launch:
+    def step(self, command: commands.Step) -> Launch:
         rows, shape = command.rows, command.shape
         stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
         if (graph := self.graphs.steps.get(shape)) is not None:
@@ -205,7 +189,7 @@ class Executor:
         return self._stepped(rows, result, stopwatch)
 
     @torch.inference_mode()
-    def begin(self, command: Begin) -> None:
+    def begin(self, command: commands.Begin) -> None:
         """Queue draft and verify of a masked step."""
         rows, shape = command.rows, command.shape
         stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
@@ -222,7 +206,7 @@ class Executor:
         self._begun = Begun(nodes, finish, stopwatch, pinned=graph is not None and nodes.on_gpu)
 
     @torch.inference_mode()
-    def settle(self, command: Settle, ends: Ends = NO_ENDS) -> Launch:
+    def settle(self, command: commands.Settle, ends: Ends = NO_ENDS) -> Launch:
         """Queue the rest of the step that was begun. ``ends``: where answers fail."""
         begun, self._begun = self._begun, None
         assert begun is not None

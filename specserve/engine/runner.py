@@ -9,21 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specserve.constraints.masks import Masks
-from specserve.engine.commands import (
-    Admit,
-    Begin,
-    CatchUp,
-    Change,
-    Command,
-    CopyStates,
-    Measure,
-    Prefill,
-    Row,
-    SetPages,
-    SetPredictions,
-    Settle,
-    Step,
-)
+from specserve.engine import commands
+from specserve.engine.commands import Command, Row
 from specserve.engine.executor import Executor
 from specserve.engine.graphs import Graphs
 from specserve.engine.launch import Launch
@@ -82,11 +69,11 @@ class Runner(Executor):
         if self.followers is not None:
             self.followers.send(command)
 
-    def change(self, command: Change) -> None:
+    def change(self, command: commands.Change) -> None:
         match command:
-            case SetPages(runs=[]) | CopyStates(pairs=[]) | CatchUp(slots=[]):
+            case commands.SetPages(runs=[]) | commands.CopyStates(pairs=[]) | commands.CatchUp(slots=[]):
                 return
-            case Admit():
+            case commands.Admit():
                 self._keep_up()  # it reads the features of page ends
                 self.masks.admit(command.rows)
         self._send(command)
@@ -104,36 +91,36 @@ class Runner(Executor):
         due, self._given_up = self._given_up, []
         if depth or any(behind.get(slot) == most for slot in slots):
             due += [slot for slot in slots if behind.pop(slot, 0)]
-        self.change(CatchUp(due))
+        self.change(commands.CatchUp(due))
         if not depth:
             behind.update((slot, behind.get(slot, 0) + 1) for slot in slots)
 
-    def measure(self, command: Measure) -> float:
+    def measure(self, command: commands.Measure) -> float:
         self._send(command)
         return super().measure(command)
 
-    def prefill(self, command: Prefill) -> Launch:
+    def prefill(self, command: commands.Prefill) -> Launch:
         self._keep_up()
-        command = Prefill(command.rows, self.masks.after_prompts(command.rows))
+        command = commands.Prefill(command.rows, self.masks.after_prompts(command.rows))
         self._send(command)
         return super().prefill(command)
 
-    def step(self, command: Step) -> Launch:
+    def step(self, command: commands.Step) -> Launch:
         """Masked steps run in two parts."""
         self._tell(command.rows)
         if any(row.masked for row in command.rows):
-            self.begin(Begin(command.rows, command.shape))
+            self.begin(commands.Begin(command.rows, command.shape))
             return self._settle(command.rows)
         self._keep_up(command.rows, command.shape.depth)
         self._send(command)
         return super().step(command)
 
-    def begin(self, command: Begin) -> None:
+    def begin(self, command: commands.Begin) -> None:
         self._keep_up(command.rows, command.shape.depth)
         self._send(command)
         super().begin(command)
 
-    def settle(self, command: Settle) -> Launch:  # type: ignore[override]
+    def settle(self, command: commands.Settle) -> Launch:  # type: ignore[override]
         """Fill the masks of the step that was begun, and queue the rest of it."""
         self._tell(command.rows)
         return self._settle(command.rows)
@@ -141,7 +128,7 @@ class Runner(Executor):
     def _settle(self, rows: Sequence[Row]) -> Launch:
         assert self._begun is not None
         words_TW, ends = self.masks.after_nodes(rows, self._begun.nodes, self._begun.pinned)
-        command = Settle(rows, words_TW)
+        command = commands.Settle(rows, words_TW)
         self._send(command)
         return super().settle(command, ends)
 
@@ -153,4 +140,4 @@ class Runner(Executor):
         if prediction is not None:
             most = min(MOST_DUE, prediction.tokens_RP.shape[1])
             if due := self.masks.forced(rows, most):
-                self.change(SetPredictions(due))
+                self.change(commands.SetPredictions(due))
