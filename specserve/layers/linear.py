@@ -18,22 +18,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import specserve_kernels as kernels
 import torch
-from specserve_kernels import (
-    FP8,
-    Gate,
-    Rounded,
-    apply_gate,
-    dequantize,
-    given,
-    indexed_linear,
-    integer_linear,
-    linear,
-    on_gpu,
-    quantize,
-    quantized_linear,
-    rounded_inputs,
-)
+from specserve_kernels import FP8, Gate, Rounded, on_gpu, rounded_inputs
 from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
@@ -105,11 +92,11 @@ class Linear(Projection, nn.Linear):
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         x_TI = self._read(x_TI)
         if self.packed is None:
-            return linear(x_TI, self.weight, self.bias, gated, out)
+            return kernels.linear(x_TI, self.weight, self.bias, gated, out)
         found: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x_TI, self.packed, self.bias, "none", [], ""
         )
-        found = apply_gate(found, gated)
+        found = kernels.apply_gate(found, gated)
         return found if out is None else out.copy_(found)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
@@ -121,7 +108,7 @@ class Linear(Projection, nn.Linear):
 
     def outputs_at(self, ids_R: Tensor, x_TI: Tensor) -> Tensor:
         self._check_plain()
-        out_TR = indexed_linear(x_TI, self.weight, ids_R)
+        out_TR = kernels.indexed_linear(x_TI, self.weight, ids_R)
         return out_TR if self.bias is None else out_TR + self.bias[ids_R]
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -161,7 +148,7 @@ class Linear(Projection, nn.Linear):
         assert self.weight.numel(), "a packed weight has no rows to read"
 
     def _read(self, x_TI: Tensor | Rounded) -> Tensor:
-        x_TI = given(x_TI)
+        x_TI = kernels.given(x_TI)
         if self.rounding is None or (self.rounding == torch.int8 and len(x_TI) > FEW_TOKENS):
             return x_TI
         return rounded_inputs(x_TI, self.rounding).to(x_TI.dtype)
@@ -196,7 +183,7 @@ class QuantizedLinear(Projection):
     def __init__(self, plain: Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.plain, self.shares_inputs = plain, plain.shares_inputs
-        weight_OI, scale_OG = quantize(plain.weight.detach(), dtype)
+        weight_OI, scale_OG = kernels.quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("scale_OG", scale_OG, persistent=False)
         self._integers = dtype == torch.int8 and multiplies_integers(plain.weight.device, plain.weight.dtype)
@@ -227,10 +214,10 @@ class QuantizedLinear(Projection):
         rows = self.weight_OI[start:], self.scale_OG[start:]
         if isinstance(x_TI, Tensor):
             if len(x_TI) > self._few:
-                return linear(x_TI, plain_OI, bias_O, gated)
+                return kernels.linear(x_TI, plain_OI, bias_O, gated)
             if not self._integers:
-                return quantized_linear(x_TI, *rows, bias_O, gated)
-        return integer_linear(x_TI, *rows, bias_O, gated)
+                return kernels.quantized_linear(x_TI, *rows, bias_O, gated)
+        return kernels.integer_linear(x_TI, *rows, bias_O, gated)
 
 
 def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -267,7 +254,7 @@ def quantize_linears(module: nn.Module, quantization: str, leave: Collection[str
         if not rounds_in_place(child.weight):
             module.set_submodule(name, QuantizedLinear(child, dtype))
         else:
-            child.weight.copy_(dequantize(*quantize(child.weight, dtype)))
+            child.weight.copy_(kernels.dequantize(*kernels.quantize(child.weight, dtype)))
             child.rounding = dtype if dtype == torch.int8 else None
 
 

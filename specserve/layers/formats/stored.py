@@ -17,22 +17,9 @@ from math import gcd
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
+import specserve_kernels as kernels
 import torch
-from specserve_kernels import (
-    FP8,
-    PAIRED,
-    Gate,
-    Numbers,
-    Packed,
-    Rounded,
-    apply_gate,
-    dequantize_numbers,
-    dequantize_packed,
-    gate_rounded,
-    on_gpu,
-    pack,
-    packed_linear,
-)
+from specserve_kernels import FP8, PAIRED, Gate, Numbers, Packed, Rounded, on_gpu
 from specserve_kernels.ops import device as devices
 from torch import Tensor, nn
 
@@ -220,11 +207,11 @@ class StoredProjection(Projection):
         else:
             served = multiplies_integers(self._device, self._dtype)
         if not served or self.kept_plain:
-            self.plain = Linear.of(dequantize_numbers(fused, self._dtype), bias_O)
+            self.plain = Linear.of(kernels.dequantize_numbers(fused, self._dtype), bias_O)
             self.plain.rounding = FP8 if is_fp8 else None
             self.plain.stacked, self.plain.kept_plain = self.stacked, self.kept_plain
             return
-        self.packed = pack(fused, self.stacked)
+        self.packed = kernels.pack(fused, self.stacked)
         for name, each in {**self.packed._asdict(), "bias_O": bias_O}.items():
             if each is None or isinstance(each, Tensor):
                 self.register_buffer(name, each, persistent=False)
@@ -244,14 +231,14 @@ class StoredProjection(Projection):
         if (instead := self._instead) is not None:
             found: Tensor = instead(x_TI, gated, out)
             return found
-        found = packed_linear(x_TI, self.packed, self.bias_O, gated)
+        found = kernels.packed_linear(x_TI, self.packed, self.bias_O, gated)
         return found if out is None else out.copy_(found)
 
     def gate_for(self, reader: Projection, x_TI: Tensor | Rounded, gated: Gate) -> Tensor | Rounded:
         rounding = reader.rounds_to(len(x_TI) if isinstance(x_TI, Tensor) else x_TI.unit_GT.shape[1])
         if self._instead is not None or rounding not in (FP8, PAIRED):
             return super().gate_for(reader, x_TI, gated)
-        return gate_rounded(x_TI, self.packed, self.bias_O, rounding, gated)
+        return kernels.gate_rounded(x_TI, self.packed, self.bias_O, rounding, gated)
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         if self._instead is not None or self.packed.order_I is not None:
@@ -263,7 +250,7 @@ class StoredProjection(Projection):
         if (instead := self._instead) is not None:
             return instead.rows(ids_R)
         bias_O = self.bias_O if ids_R is None or self.bias_O is None else self.bias_O[ids_R]
-        return dequantize_packed(self.packed, self._dtype, ids_R), bias_O
+        return kernels.dequantize_packed(self.packed, self._dtype, ids_R), bias_O
 
     def of_experts(self, count: int) -> tuple[Tensor | Packed, Tensor | None, bool]:
         if self._instead is not None:
@@ -380,7 +367,7 @@ class Joined(Projection):
 
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         found = torch.cat([piece(x_TI) for piece in self.pieces], -1)
-        found = apply_gate(found, gated)
+        found = kernels.apply_gate(found, gated)
         return found if out is None else out.copy_(found)
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:

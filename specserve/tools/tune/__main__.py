@@ -18,20 +18,12 @@ from specserve.config.sources import exit_code, own_options
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.models.read_config import load_model_config
+from specserve.tools.tune import report
 from specserve.tools.tune.board import Board, pick_overall
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.grid import Grid
 from specserve.tools.tune.options import candidates, check_outputs, check_settings, parser, with_room
 from specserve.tools.tune.prompts import encode, read_prompts
-from specserve.tools.tune.report import (
-    as_json,
-    check_plot,
-    plot,
-    text,
-    verdict,
-    write,
-    write_configuration,
-)
 from specserve.tools.tune.search import Search
 
 log = logging.getLogger(__name__)
@@ -48,7 +40,7 @@ def tune(options: Namespace, flags: Sequence[str]) -> None:
     configure_logging("warning")
     log_notes(log, unused(flags))
     if options.plot is not None:
-        check_plot()
+        report.check_plot()
     check_outputs(options)
     check_settings(given)
     local, notes = resolve_paths(given)
@@ -71,13 +63,13 @@ def tune(options: Namespace, flags: Sequence[str]) -> None:
 
 
 def _tell(boards: Sequence[Board], given: Settings, options: Namespace) -> None:
-    print(text(boards))
-    write_configuration(options.output, given, pick_overall(boards), verdict(boards))
+    print(report.text(boards))
+    report.write_configuration(options.output, given, pick_overall(boards), report.verdict(boards))
     print(f"\n{options.output}: python -m specserve.launch --config {options.output}")
     if options.json is not None:
-        write(options.json, "--json", json.dumps(as_json(boards), indent=1) + "\n")
+        report.write(options.json, "--json", json.dumps(report.as_json(boards), indent=1) + "\n")
     if options.plot is not None:
-        plot(boards, options.plot)
+        report.plot(boards, options.plot)
 
 
 def _work(local: Settings, options: Namespace) -> Work:
