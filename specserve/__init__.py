@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from specserve.outputs import CompletionOutput, FunctionCall, RequestOutput
 
 _HOME = {
-    "LLM": "specserve.llm",
-    "AsyncLLM": "specserve.llm",
-    "CompletionOutput": "specserve.outputs",
-    "FunctionCall": "specserve.outputs",
-    "RequestOutput": "specserve.outputs",
-    "SamplingParams": "specserve.core",
-    "Speculation": "specserve.core",
+    **dict.fromkeys(("LLM", "AsyncLLM"), "specserve.llm"),
+    **dict.fromkeys(("CompletionOutput", "FunctionCall", "RequestOutput"), "specserve.outputs"),
+    **dict.fromkeys(("SamplingParams", "Speculation"), "specserve.core"),
 }
 __all__ = [
     "LLM",

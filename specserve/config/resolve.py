@@ -35,20 +35,11 @@ def resolve(
     """
     notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
-    steps = (
-        _ranks,
-        _load_format,
-        _dtype,
-        _quantization,
-        _attention,
-        _kv_cache,
-        _limits,
-        _states,
-        _pool,
-        _execution,
-        _deterministic,
-    )
-    for step in (*steps, resolve_speculation, resolve_slowdown, resolve_synthetic, resolve_token_map):
+    for step in (
+        *(_ranks, _load_format, _dtype, _quantization, _attention, _kv_cache, _limits, _states, _pool),
+        *(_execution, _deterministic),
+        *(resolve_speculation, resolve_slowdown, resolve_synthetic, resolve_token_map),
+    ):
         settings = step(settings, model_config, notes)
     return settings, notes
 

@@ -21,16 +21,8 @@ from specserve.layers.weights import WeightFormat
 
 log = logging.getLogger(__name__)
 _LLAMA = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "input_size",
-    ),
-    *("qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
+    *("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    *("rms_norm_eps", "input_size", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
 )
 
 

@@ -90,17 +90,9 @@ class TritonSampling:
     ) -> tuple[Tensor, Tensor]:
         from specserve_kernels.ops.sampling.sampling import draft_candidates
 
-        ids_V, inverse_V = (None, None) if vocab is None else (vocab.ids, vocab.inverse)
-        return draft_candidates(
-            logits_NV,
-            choices.rows_N,
-            choices.position_N,
-            choices.path_NA,
-            _of_drafts(self.table),
-            count,
-            ids_V,
-            inverse_V,
-        )
+        nodes = choices.rows_N, choices.position_N, choices.path_NA
+        ids = () if vocab is None else (vocab.ids, vocab.inverse)
+        return draft_candidates(logits_NV, *nodes, _of_drafts(self.table), count, *ids)
 
 
 @dataclass(frozen=True, slots=True)

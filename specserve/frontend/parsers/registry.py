@@ -15,13 +15,8 @@ from specserve.frontend.parsers.base import CallParser, Functions
 
 AUTO, NONE = "auto", "none"
 _OTHERS = (
-    "<function=",
-    "<arg_key>",
-    "<parameter=",
-    "DSML",
-    "<|tool_calls_section_begin|>",
-    "<｜tool",
-    "<tool_calls>",
+    *("<function=", "<arg_key>", "<parameter=", "DSML"),
+    *("<|tool_calls_section_begin|>", "<｜tool", "<tool_calls>"),
 )
 """Marks that tell formats apart which resemble each other."""
 

@@ -201,11 +201,5 @@ class MedusaHeads(DraftModule):
 
 def heads_of(source: MedusaSource, target: TargetModel) -> MedusaHeads:
     """Return the heads of a checkpoint."""
-    return MedusaHeads(
-        target,
-        source.heads,
-        source.blocks,
-        bias=source.bias,
-        scorers=source.scorers,
-        rows=source.rows(target.config.vocab_size),
-    )
+    sizes, rows = (source.heads, source.blocks), source.rows(target.config.vocab_size)
+    return MedusaHeads(target, *sizes, bias=source.bias, scorers=source.scorers, rows=rows)

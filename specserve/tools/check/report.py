@@ -85,10 +85,8 @@ class CheckReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield from _section("choices", self.choices)
-        yield from _section("problems", self.problems)
-        yield from _section("remarks", self.remarks)
-        yield from _section("ranks", self.ranks)
+        for title in ("choices", "problems", "remarks", "ranks"):
+            yield from _section(title, getattr(self, title))
         if self.memory is not None:
             yield from _section("memory", _memory(self.memory))
         if self.acceptance is not None:
