@@ -106,7 +106,7 @@ def settle(context: Context, verification: Verification, words_TW: Tensor | None
     logits_TV = verification.logits_TV if words_TW is None else hold(verification.logits_TV, words_TW)
     chosen_T = verification.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
     walked = tree
-    if context.synthetic is not None:
+    if context.synthetic is not None and verification.drafted.shape.levels:
         walked, chosen_T = context.synthetic.draw(tree, chosen_T, context.state.sampling)
     accepted = accept_path(walked, chosen_T, view.slots)
     states = replace(verification.states, nodes=(tree, chosen_T))

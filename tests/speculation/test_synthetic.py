@@ -16,8 +16,10 @@ from specserve.config.resolve import resolve
 from specserve.config.sources import make_settings
 from specserve.config.speculation import acceptance_rates
 from specserve.core import SamplingParams
+from specserve.engine.shapes import Padding, StaticShapes
 from specserve.models.read_config import load_model_config
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.synthetic import SyntheticAcceptance
 from tests.engines import Answer, Checkpoints, answer_all, answer_one, make_scheduler, shaped
 
 CHAIN, TREE = (3, 1, 4), (3, 3, 8)
@@ -45,6 +47,15 @@ def test_without_acceptance_it_is_plain_decoding(
     found = answer_all(drawn(random_models, "0", shape), work)
     assert [a.tokens for a in found] == [a.tokens for a in plain]
     assert tokens_per_step(found) == 1
+
+
+def test_plain_steps_draw_nothing(random_models: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they take as long as without drafts."""
+    scheduler, work = drawn(random_models, "1"), [(PROMPTS[0], params(0))]
+    scheduler.policy = StaticShapes(None, Padding())
+    monkeypatch.setattr(SyntheticAcceptance, "draw", None)
+    plain = answer_all(make_scheduler(random_models.target), work)
+    assert [a.tokens for a in answer_all(scheduler, work)] == [a.tokens for a in plain]
 
 
 def test_each_draft_is_accepted(random_models: Checkpoints) -> None:
