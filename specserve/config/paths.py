@@ -83,7 +83,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, Notes]:
 
 
 def _names(given: str, path: Path) -> tuple[str, ...]:
-    if _same(path, BUNDLED_MODEL):
+    if is_bundled(path):
         return (BUNDLED_NAME,)
     last = Path(given).name or path.resolve().name
     return (last,) if Path(given).expanduser().exists() else (last, given)
@@ -117,7 +117,7 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
         places.notes[note] = CHOSEN
         return str(model_path)
     bundled = BUNDLED_DRAFTS.get(algorithm)
-    if bundled is None or not _same(model_path, BUNDLED_MODEL):
+    if bundled is None or not is_bundled(model_path):
         raise ValueError(f"{_DRAFT_FLAG}: needed for --speculative-algorithm {algorithm} with {model_path}")
     note = f"speculative_draft_model_path = {bundled}: none was given, using the bundled draft"
     places.notes[note] = CHOSEN
@@ -190,5 +190,5 @@ class _Places:
         return local
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+def is_bundled(model: Path) -> bool:
+    return model.resolve() == BUNDLED_MODEL.resolve()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from specserve.layers.config import LayerConfig
 from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
@@ -29,9 +28,6 @@ from specserve.models.random_tensors import random_format
 from specserve.models.registry import model_class, text_part
 from specserve.models.special_tokens import end_token
 from specserve.models.tensor_files import TensorFiles
-
-if TYPE_CHECKING:
-    from specserve.models.base import TargetModel
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
@@ -97,10 +93,14 @@ def load_model_config(
     layer = layer_config(fields, path, model.activations, model.activation_field)
     ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     ropes = model.read_ropes(fields, path)
+    try:
+        layers = tuple(model.read_layers(layer, fields))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
-        layers=_layers(model, layer, fields, path),
+        layers=layers,
         ropes=ropes,
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
@@ -114,15 +114,6 @@ def load_model_config(
         notes=(_end_note(ends, vocab_size),),
     )
     return config.with_weights(_weights(config, fields, path))
-
-
-def _layers(
-    model: type[TargetModel], layer: LayerConfig, fields: Mapping[str, Any], path: Path
-) -> tuple[LayerConfig, ...]:
-    try:
-        return tuple(model.read_layers(layer, fields))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _dtype(fields: Mapping[str, Any], path: Path) -> str | None:

@@ -16,15 +16,16 @@ from specserve.layers.weights import Projection
 OPTIMIZERS = ("adamw", "muon")
 WARMUP, WARMUP_SHARE = 100, 0.1
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that drives singular values into about [0.7, 1.2]
+STEPS, MOMENTUM = 5, 0.95  # of Muon
 
 
-def orthogonalize(x_BMN: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(x_BMN: Tensor) -> Tensor:
     """Replace the singular values of each matrix by about 1 with Newton-Schulz iterations."""
     x = x_BMN.bfloat16() if x_BMN.is_cuda else x_BMN
     x = x.mT if x_BMN.shape[-2] > x_BMN.shape[-1] else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = NEWTON_SCHULZ
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     x = x.mT if x_BMN.shape[-2] > x_BMN.shape[-1] else x
@@ -43,10 +44,9 @@ class Muon(Optimizer):
         params: Iterable[Tensor],
         lr: float,
         weight_decay: float,
-        momentum: float = 0.95,
         sections: Mapping[Tensor, Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._sections = dict(sections or {})
 
     @torch.no_grad()
@@ -55,8 +55,8 @@ class Muon(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             grads = [p.grad for p in params]
             buffers = [self._buffer(p) for p in params]
-            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, buffers, group["momentum"])
+            torch._foreach_lerp_(buffers, grads, 1 - MOMENTUM)
+            updates = torch._foreach_lerp(grads, buffers, MOMENTUM)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             self._apply(params, updates, group["lr"])
 

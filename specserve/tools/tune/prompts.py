@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specserve.config.paths import BUNDLED_MODEL
+from specserve.config.paths import is_bundled
 from specserve.frontend.conversation import plain
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.tools.files import read_text
@@ -20,7 +20,7 @@ FORM = 'a JSON object per line, {"messages": [...]} or {"prompt": "..."}'
 def read_prompts(path: Path | None, model_path: Path) -> list[dict[str, Any]]:
     """Return the file's objects in a fixed random order. Raises ValueError naming the flag."""
     if path is None:
-        if model_path.resolve() != BUNDLED_MODEL.resolve() or not BUNDLED_PROMPTS.exists():
+        if not is_bundled(model_path) or not BUNDLED_PROMPTS.exists():
             raise ValueError(f"--prompts: needed with {model_path}: a file similar to your traffic, {FORM}")
         path = BUNDLED_PROMPTS
     lines = enumerate(read_text("--prompts", path).splitlines(), 1)
