@@ -11,10 +11,8 @@ import torch
 from benchmarks.lossless import make_items
 from specserve.attention import ATTENTION
 from specserve.kv.spec import HeadKV
-from specserve.layers.batch import TokenBatch
-from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
-from specserve.tools.train.attend import CausalAttend, Packing
+from specserve.tools.train.attend import check_layers
 from tests.matrix import check_drafted, check_texts_of, prompts
 from tests.reference.doubles import float32_means_float64
 from tests.reference.gemma4 import LARGE, SMALL, make_gemma4
@@ -89,11 +87,9 @@ def test_flashinfer_lacks_heads_of_512() -> None:
 
 
 def test_training_refuses_shared_keys_and_values(tmp_path: Path) -> None:
-    model = load_target(make_gemma4(tmp_path, **SMALL), torch.float32, torch.device("cpu"))
-    packing = Packing(torch.tensor([0, 4], dtype=torch.int32), 4, flash=False)
-    attend = CausalAttend(packing)
+    layers = load_model_config(make_gemma4(tmp_path, **SMALL)).layers
     with pytest.raises(ValueError, match="--model-path: training does not support layers that share keys"):
-        model(TokenBatch(torch.arange(4), torch.arange(4), attend))
+        check_layers(layers, 4)
 
 
 def test_no_tensor_is_made_of_numbers_in_a_pass(kind: dict[str, Any], tmp_path: Path) -> None:

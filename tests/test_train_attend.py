@@ -13,7 +13,7 @@ from torch import Tensor
 from specserve.layers.batch import GroupedQuery, TokenBatch
 from specserve.models.checkpoint import load_target
 from specserve.models.draft.head import LayerHead
-from specserve.tools.train.attend import CausalAttend, Packing, TestTimeAttend
+from specserve.tools.train.attend import CausalAttend, Packing, TestTimeAttend, check_layers
 from specserve.tools.train.eagle import make_eagle, make_eagle3
 from specserve.tools.train.heads import HeadOptions
 from specserve.tools.train.packed_attention import (
@@ -117,18 +117,14 @@ def test_causal_attend_of_packed_documents_equals_each_alone() -> None:
 def test_a_target_with_windows_and_its_own_scale(tmp_path: Path) -> None:
     """Rows may be as long as the window."""
     path = make_gemma3(tmp_path, sliding_window=12)
-    model = load_target(path, torch.float64, torch.device("cpu"), 13)
-    tokens = torch.arange(13)
-
-    def states(length: int) -> Tensor:
-        packing = Packing(torch.tensor([0, length], dtype=torch.int32), length, flash=False)
-        batch = TokenBatch(tokens[:length], torch.arange(length), CausalAttend(packing))
-        return model(batch)[0]
-
+    model = load_target(path, torch.float64, torch.device("cpu"), 12)
+    packing = Packing(torch.tensor([0, 12], dtype=torch.int32), 12, flash=False)
+    states_TH, _ = model(TokenBatch(torch.arange(12), torch.arange(12), CausalAttend(packing)))
     expected = llama.forward(*load_checkpoint(path), range(12)).hidden
-    torch.testing.assert_close(states(12), expected, **CLOSE)
+    torch.testing.assert_close(states_TH, expected, **CLOSE)
+    check_layers(model.config.layers, 12)
     with pytest.raises(ValueError, match="--max-length: at most 12, the target's window, found 13"):
-        states(13)
+        check_layers(model.config.layers, 13)
 
 
 def _layered() -> object:

@@ -18,7 +18,7 @@ from specserve.tools.train import loop
 from specserve.tools.train.__main__ import main, prepare, train
 from specserve.tools.train.cli import parse_args
 from specserve.tools.train.data import load_tokens
-from tests.reference.models import make_llama
+from tests.reference.models import make_llama, make_qwen3_5
 from tests.train_models import VOCAB
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +119,8 @@ def test_a_cpu_takes_smaller_batches(target: Path, tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_written(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found before the data are read, as a model's path that is none is, and for a full disk before the first step."""
+    """Found before the data are read, as is a model's path that is none, or of one that training does not support; for
+    a full disk before the first step."""
     data = write_data(tmp_path / "a.npz", 0)
     for path, words in (
         (data, r"--output: .*a\.npz can't be written: .*exists"),
@@ -131,6 +132,9 @@ def test_outputs_that_cannot_be_written(
             run(target, tmp_path, "--output", str(path), "--data", "none")
     with pytest.raises(ValueError, match="--model-path: org/nmae is not a directory"):
         run(target, tmp_path, "--model-path", "org/nmae", "--data", "none")
+    hybrid = str(make_qwen3_5(tmp_path / "hybrid"))
+    with pytest.raises(ValueError, match="--model-path: training does not support layers that keep a state"):
+        run(target, tmp_path, "--model-path", hybrid, "--data", "none")
     assert load_file(target / "model.safetensors"), "the target is as it was"
     monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
     with pytest.raises(

@@ -64,9 +64,8 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = new(name, values, {"out_proj": size}, bias=False)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor, call: LayerCall) -> tuple[Update, Tensor]:
-        """Return the wanted rows; the state takes all. Raises ValueError when training."""
-        if not isinstance(call.attend, Recurs):
-            raise ValueError("--model-path: training does not support layers that keep a state")
+        """Return the wanted rows; the state takes all."""
+        assert isinstance(call.attend, Recurs), "training does not run it"
         mixed_TC, gate_TI, b_TV, a_TV = self.projected(x_TH)
         weight_CK, own = self.conv1d.weight[:, 0], (self.A_log, self.dt_bias)
         out_TI = call.attend.recur(DeltaRule(self.index, mixed_TC, weight_CK, b_TV, a_TV, *own))

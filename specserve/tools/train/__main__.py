@@ -16,7 +16,9 @@ import torch
 from specserve.frontend.tokenizer import load_tokenizer
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
+from specserve.models.read_config import load_model_config
 from specserve.tools.train import export, report
+from specserve.tools.train.attend import check_layers
 from specserve.tools.train.chat import Encoder
 from specserve.tools.train.cli import parse_args
 from specserve.tools.train.data import load_sources
@@ -123,9 +125,10 @@ def heldout_rows(documents: Documents, length: int, most: int, seed: int) -> Row
 
 def prepare(args: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the device, and make the output directory. Raises ValueError if files can't
-    be written there, or if there is no model."""
+    be written there, or if there is no model, or one that training does not support."""
     if not args.model_path.is_dir():
         raise ValueError(f"--model-path: {args.model_path} is not a directory")
+    check_layers(load_model_config(args.model_path).layers, args.max_length)
     args.device = torch.device(args.device)
     if args.batch_tokens is None:
         args.batch_tokens = BATCH_TOKENS if args.device.type == "cuda" else BATCH_TOKENS_CPU

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.layers.batch import GroupedQuery
+from specserve.layers.config import LayerConfig
 from specserve.layers.latent import Latent
 from specserve.layers.rotary import Rope
 from specserve.tools.train.packed_attention import packed_attention
@@ -45,11 +46,25 @@ def _rotate(
 
 
 def _grouped(ask: GroupedQuery | Latent) -> GroupedQuery:
-    if isinstance(ask, Latent):
-        raise ValueError("--model-path: training does not support targets with latent attention")
+    assert isinstance(ask, GroupedQuery)
     if ask.query_parts > 1:
         ask = replace(ask, qkv_TND=first_parts(ask.qkv_TND, ask.num_kv_heads, ask.query_parts), query_parts=1)
     return ask
+
+
+def check_layers(layers: Sequence[LayerConfig], row_length: int) -> None:
+    """Raise ValueError for a target's layers that ``CausalAttend`` does not run over rows of this length."""
+    for layer in layers:
+        refused = {
+            "layers that keep a state": layer.state is not None,
+            "latent attention": layer.latent is not None,
+            "layers that share keys and values": layer.reads is not None,
+            "attention with sinks or capped scores": layer.sinks or layer.softmax.cap,
+        }
+        if found := [words for words, is_so in refused.items() if is_so]:
+            raise ValueError(f"--model-path: training does not support {found[0]}")
+        if (window := layer.softmax.window) is not None and window < row_length:
+            raise ValueError(f"--max-length: at most {window}, the target's window, found {row_length}")
 
 
 class TestTimeAttend:
@@ -78,24 +93,15 @@ class TestTimeAttend:
 
 
 class CausalAttend:
-    """Let every token attend to its own document up to itself, as a target does, and a draft at its first level. Raises
-    ValueError for rows longer than a layer's window, for layers without keys and values of their own, for sinks,
-    capped scores and latent attention."""
+    """Let every token attend to its own document up to itself, as a target does, and a draft at its first level.
+    ``check_layers`` says of which targets."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
     def __call__(self, ask: GroupedQuery | Latent) -> Tensor:
         ask = _grouped(ask)
-        (scale, window), size = (ask.softmax.scale, ask.softmax.window), ask.qkv_TND.shape[-1]
-        if not ask.num_kv_heads:
-            raise ValueError("--model-path: training does not support layers that share keys and values")
-        if ask.softmax.sinks_H is not None or ask.softmax.cap:
-            raise ValueError("--model-path: training does not support attention with sinks or capped scores")
-        if window is not None and window < self.packing.row_length:
-            raise ValueError(
-                f"--max-length: at most {window}, the target's window, found {self.packing.row_length}"
-            )
+        scale, size = ask.softmax.scale, ask.qkv_TND.shape[-1]
         if scale is not None:
             qkv_TND = normed_heads(ask.qkv_TND, ask.num_kv_heads, ask.norms).clone()
             qkv_TND[:, : -2 * ask.num_kv_heads] *= scale * size**0.5
