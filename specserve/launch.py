@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-if __name__ == "__main__":  # a Ctrl-C during the imports below
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
 from specserve.config.sources import exit_code
@@ -72,5 +69,4 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     end(main())

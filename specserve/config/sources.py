@@ -7,6 +7,7 @@ import difflib
 import logging
 import os
 import re
+import signal
 import sys
 import tomllib
 from collections import Counter
@@ -194,8 +195,15 @@ class FlagParser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
+def raise_interrupts() -> None:
+    """Raise KeyboardInterrupt from here on, unless a shell's background job ignores it."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def exit_code(run: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: by default 0, 2 for a user's mistake, 130 if it is interrupted."""
+    raise_interrupts()
     try:
         return run() or 0
     except ValueError as error:

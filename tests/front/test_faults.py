@@ -181,15 +181,18 @@ class TestOfOneServer:
 
 
 class TestStopping:
-    def test_interrupt_during_imports(self, model: Path) -> None:
-        """Ctrl-C ends the front at once and without a word, and leaves the engine's process, which a terminal tells
-        too, to the front."""
-        server = Server(["-X", "importtime", "-m", "specserve.launch"])
+    @pytest.mark.parametrize("command", ["launch", "check"])
+    def test_interrupt_during_imports(self, command: str) -> None:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+        server = Server(["-X", "importtime", "-m", f"specserve.{command}"])
+        signal.signal(signal.SIGINT, before)
         wait(lambda: any("config.choices" in line for line in server.lines), 10)
         server.process.send_signal(signal.SIGINT)
         assert server.finish() == 130
         assert "Traceback" not in "".join(server.lines)
 
+    def test_interrupt_of_a_starting_engine(self, model: Path) -> None:
+        """A terminal's Ctrl-C reaches the engine's process too, which leaves it to the front."""
         with running("build_slow", model, NO_TEXT) as server:
             while not any("ready" in line for line in server.lines):
                 assert server.process.poll() is None, server.lines

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specserve.config import Settings, load_settings, resolve_paths, unused
 from specserve.config.notes import log_notes
-from specserve.config.sources import own_options
+from specserve.config.sources import own_options, raise_interrupts
 from specserve.config.speculation import SHAPE
 from specserve.engine.memory import DeviceMemory
 from specserve.engine.shapes import cut
@@ -39,6 +39,7 @@ MEASURED_SHAPE = (5, 4, 8)  # used when no shape is given, because acceptance by
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
+    raise_interrupts()
     options, flags = own_options(_parser(), argv)
     report = CheckReport()
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from specserve.config.sources import raise_interrupts
 from specserve.frontend.tokenizer import load_tokenizer
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
@@ -200,6 +201,7 @@ def announce(args: argparse.Namespace, config: LoopConfig, batch_rows: int) -> N
 
 
 def main() -> None:
+    raise_interrupts()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_float32_matmul_precision("high")
     try:
