@@ -10,9 +10,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-_is_command = sys.argv[:1] == ["-m"] and "specserve." in sys.orig_argv[-len(sys.argv)]
-if _is_command and callable(signal.getsignal(signal.SIGINT)):
-    # Until its ``main``, Ctrl-C would be raised in imports, some of which swallow it.
+if (
+    sys.argv[:1] == ["-m"]
+    and "specserve." in sys.orig_argv[-len(sys.argv)]
+    and callable(signal.getsignal(signal.SIGINT))
+):  # a command: until its ``main``, Ctrl-C would be raised in imports, some of which swallow it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from specserve.version import __version__
