@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,9 +24,11 @@ UNKNOWN: ContextVar[Callable[[str], object] | None] = ContextVar("unknown", defa
 """Takes the names of unknown fields, in place of refusing them."""
 NOT_SUPPORTED = "Not supported: "  # prefix of a refused field's description
 
+_SIMILAR, _LONGEST = 0.7, 64  # of 1, from which a name is worth a hint; characters of it that are compared
 _UNION_TAGS = ("str", "int", "list")
 _CODES = {
     "extra_forbidden": "unknown_parameter",
+    "unknown": "unknown_parameter",
     "missing": "missing_required_parameter",
     "unsupported": "unsupported_parameter",
 }
@@ -96,16 +100,28 @@ class Strict(BaseModel):
         for name, refusal in cls.refused.items():
             if name in data and not refusal.allows(data[name]):
                 raise fault("unsupported", f"not supported: {refusal.reason}", name)
-        if (take := UNKNOWN.get()) is not None:
-            known = {name for key, field in cls.model_fields.items() for name in (key, field.alias)}
-            for name in data.keys() - known - cls.refused.keys():
+        names, take = cls._names(), UNKNOWN.get()
+        unknown = [name for name in data if name not in names and name not in cls.refused]
+        if take is not None:
+            for name in unknown:
                 take(name)
-            data = {name: value for name, value in data.items() if name in known or name in cls.refused}
+            data = {name: value for name, value in data.items() if name not in unknown}
+        elif (
+            unknown
+            and encodable(name := str(unknown[0]))
+            and (near := get_close_matches(name[:_LONGEST], names, n=1, cutoff=_SIMILAR))
+        ):
+            raise fault("unknown", f"unknown field; the nearest known one is {near[0]}", name)
         return {
             name: value
             for name, value in data.items()
             if name not in cls.refused and not (value is None and cls._default_of(name) is not None)
         }
+
+    @classmethod
+    @cache
+    def _names(cls) -> list[str]:
+        return [name for key, field in cls.model_fields.items() for name in (key, field.alias) if name]
 
     @classmethod
     def _default_of(cls, name: str) -> object:

@@ -86,6 +86,8 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
         "has 300 tokens; the limit is 256",
     ),
     ({"foo": 1}, "foo", "foo: unknown field"),
+    ({"temprature": 1}, "temprature", "unknown field; the nearest known one is temperature"),
+    ({"speculation": {"enable": True}}, "speculation.enable", "the nearest known one is enabled"),
     ({"model": 5}, "model", "valid string"),
 ]
 ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
@@ -253,6 +255,7 @@ def check(response: Any, status: int) -> dict[str, Any]:
         (b'{"model": "tiny", "prompt": "a", "logit_bias": {"1": NaN}}', "logit_bias[1] must be"),
         (b'{"model": "tiny", "prompt": "\\ud800"}', "text that UTF-8 can encode"),
         (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', "\\ud800: unknown field"),
+        (b'{"model": "tiny", "prompt": "a", "promptt\\ud800": 1}', "promptt\\ud800: unknown field"),
         (b'{"model": "tiny", "prompt": "a", "": 1}', '"": unknown field'),
         (b'{"model": "tiny", "prompt": "a", "list": 1}', "list: unknown field"),
         (b'{"model": "tiny", "prompt": "a", "stream_options": {"": 1}}', 'stream_options."": unknown field'),
