@@ -7,6 +7,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -123,7 +124,9 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
     if declared.choices and value not in (*declared.choices, *declared.foreign):
         if why := declared.refused.get(value.lower()):
             raise ValueError(f"{label}: {value} is refused: {why}")
-        raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
+        near = get_close_matches(str(value), declared.choices, n=1)
+        last = f"; the nearest is {near[0]}" if near else ""
+        raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}{last}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:
         none = " or none" if declared.has_none else ""
         raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}{none}, found {value}")

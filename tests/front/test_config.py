@@ -251,6 +251,7 @@ def test_values_of_all_kinds() -> None:
         ("--speculative-algorithm EAGLE2", {}, "EAGLE2 is refused: EAGLE-2's drafts and trees are those of EAGLE"),
         ("--speculative-algorithm eagle-2", {}, "eagle-2 is refused: EAGLE-2's drafts and trees are those of EAGLE"),
         ("--speculative-algorithm NOSUCH", {}, "must be one of NONE, EAGLE, EAGLE3, "),
+        ("--speculative-algorithm EAGEL3", {}, "found 'EAGEL3'; the nearest is EAGLE3"),
         ("--tp 0", {}, "--tensor-parallel-size: must be from 1 to 64, found 0"),
         ("--nnodes 2", {}, "--nnodes: not accepted: ranks run on one machine"),
         ("--enable-dp-attention", {}, "--enable-dp-attention: not accepted: attention is shared out by heads"),
