@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from specserve_kernels import FP8, Rounded, round_inputs
+from specserve_kernels import FP8, Rounded, dequantize_numbers, round_inputs
 from torch import Tensor
 
 from specserve.core import SamplingParams
 from specserve.layers.batch import TokenBatch
+from specserve.layers.formats.pack_quantized import PackQuantizedLayout
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.layers.linear import Linear
@@ -28,6 +29,7 @@ from tests.fixtures import Quantized
 from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import change_config, load_checkpoint, make_llama, save_checkpoint
+from tests.reference.packed_bits import pack_quantized_weight
 from tests.reference.quantized import (
     DIALECTS,
     PROJECTIONS,
@@ -192,6 +194,16 @@ def test_a_quantized_head_that_does_not_fill_words_is_named(plain: Path, tmp_pat
     path = quantize(short, tmp_path / "target", "gptq", projections=("lm_head",))
     with pytest.raises(ValueError, match=r"/target: lm_head: weights of 4 bits need a multiple of 8 outputs"):
         load(configure(path, lm_head=True))
+
+
+@pytest.mark.parametrize("outputs", [1, 8])
+def test_zero_points_in_one_word(outputs: int) -> None:
+    parts, config = DIALECTS["W4A16 asymmetric"]
+    rows_first = {"memory_format": torch.contiguous_format}  # as in files
+    stored = {name: each.clone(**rows_first) for name, each in parts(torch.randn(outputs, 192)).items()}
+    numbers = PackQuantizedLayout(4, 32, symmetric=False, scales=torch.float32).numbers(stored, CPU)
+    found = dequantize_numbers(numbers, torch.float64)
+    torch.testing.assert_close(found, pack_quantized_weight(stored, config), rtol=1e-6, atol=0)
 
 
 def test_modules_with_settings_of_their_own(plain: Path, tmp_path: Path, held: bool) -> None:

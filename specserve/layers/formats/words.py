@@ -64,7 +64,7 @@ def packed_size(count: int, bits: int, of: str) -> int:
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Return the numbers that int32 ``[..., W]`` packs, as uint8 ``[..., W * 32 / bits]``."""
-    bytes_ = words.contiguous().view(torch.uint8)
+    bytes_ = words.contiguous().unsqueeze(-1).view(torch.uint8).flatten(-2)  # one word may have any stride
     return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
 
