@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from specserve_kernels import Parts, add_rms_norm
+from specserve_kernels import Parts, add_rms_norm, dequantize_numbers
 from torch import Tensor
 
 from specserve.layers import norms
 from specserve.layers.batch import TokenBatch
-from specserve.layers.formats.rounded import RoundedWeights
+from specserve.layers.formats.rounded import DTYPES, RoundedLayout, RoundedWeights
 from specserve.layers.ranks import ONE, Ranks, Share, summed
 from specserve.layers.weights import Projection
 from specserve.models.base import TargetModel
@@ -23,11 +24,12 @@ from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.process.gpu_peers import cards, environment
 from specserve.process.peers import SocketPeers
-from tests.engines import not_rounded
+from tests.engines import held_as_on_a_gpu, not_rounded
 from tests.fixtures import Quantized
 from tests.ranks import on_ranks
-from tests.reference.models import make_qwen3_moe
-from tests.reference.quantized import DIALECTS, quantize
+from tests.reference.glm import HYBRID, make_glm
+from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
+from tests.reference.quantized import DIALECTS, dequantize, quantize
 from tests.test_more_targets import CONFIGS, SIZES
 from tests.test_targets import DenseAttend
 from tests.test_weight_formats import CPU, TOKENS
@@ -148,6 +150,64 @@ def test_parts_of_every_weight_format(dialect: str, random: str | None, dialects
             one, *others = (each.get_submodule(f"layers.{layer}.{name}") for each in (whole, *parts))
             assert torch.equal(one.rows(None)[0], joined(one, others)), name
     assert sum(len(each.embed_tokens.weight) for each in parts) == len(whole.embed_tokens.weight)
+
+
+@pytest.fixture(scope="module")
+def by_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-Next, in whose delta nets blocks of 128 outputs have several heads, or a head's."""
+    sizes = {f"linear_{name}_head_dim": request.param for name in ("key", "value")}
+    sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "hidden_size": 192, "head_dim": 64}
+    sizes |= {"num_experts": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    return make_glm(tmp_path_factory.mktemp("by head"), family="Qwen3Next", **HYBRID | sizes)
+
+
+def numbers_of(net: Any, name: str) -> Tensor:
+    """A projection's weight, and its bias behind it."""
+    weight_OI, bias_O = net.get_submodule(name).rows(None)
+    return (weight_OI if bias_O is None else torch.cat([weight_OI, bias_O[:, None]], 1)).double()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "by_head"),
+    [*((name, 32) for name in ("plain", *(f"to {kind}" for kind in DTYPES), *DIALECTS)), ("fp8 blocks", 128)],
+    indirect=["by_head"],
+)
+def test_outputs_that_files_have_by_key_head(dialect: str, by_head: Path, tmp_path: Path) -> None:
+    """Are held part by part, with all that belongs to them: one process's, each of two ranks', and random ones. Blocks
+    stay whole if they can."""
+    path, kind, net = by_head, dialect.removeprefix("to "), "layers.1.linear_attn"
+    if dialect in DIALECTS:
+        path = quantize(by_head, tmp_path, dialect, projections=("in_proj_qkvz", "in_proj_ba"))
+        state, fields = load_checkpoint(path)
+        biases = {name: torch.rand(len(each)).half() for name, each in state.items() if "ba.bias" in name}
+        save_checkpoint(path, {**state, **biases}, fields, safetensors=True)
+    state, fields = dequantize(path) if dialect in DIALECTS else load_checkpoint(path)
+    config, size = load_model_config(path), fields["linear_key_head_dim"]
+    config = config.with_weights(RoundedWeights(kind)) if kind in DTYPES else config
+    configs = [config, replace(config, random="")]
+    wholes, *ranks = (
+        [load_target(path, torch.float64, CPU, 9, each, rank).get_submodule(net) for each in configs]
+        for rank in (ONE, Ranks(0, 2), Ranks(1, 2))
+    )
+    with held_as_on_a_gpu():
+        held: Any = load_target(path, torch.float32, CPU, 9, config).get_submodule(net)
+    for name, sizes in (("in_proj_qkvz", (size, size, 2 * size, 2 * size)), ("in_proj_ba", (2, 2))):
+        filed = state[f"model.{net}.{name}.weight"].double()
+        if kind in DTYPES:
+            filed = dequantize_numbers(RoundedLayout(kind).numbers({"weight": filed}, CPU), torch.float64)
+        if (bias := state.get(f"model.{net}.{name}.bias")) is not None:
+            filed = torch.cat([filed, bias[:, None]], 1)
+        parts = filed.unflatten(0, (4, -1)).split(sizes, 1)
+        expected = torch.cat([part.flatten(0, 1) for part in parts])
+        for found in (wholes[0], held):
+            numbers = numbers_of(found, name)[:, : expected.shape[1]]  # or zeros as bias
+            torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=0)
+        for whole, *both in zip(wholes, *ranks, strict=True):
+            pieces = [part.chunk(2) for part in numbers_of(whole, name).split([4 * rows for rows in sizes])]
+            for rank, found in enumerate(both):
+                assert torch.equal(numbers_of(found, name), torch.cat([each[rank] for each in pieces]))
+    if "blocks" in dialect:
+        assert held.in_proj_qkvz.packed.rows == (128 if size == 128 else 1)
 
 
 @pytest.mark.parametrize("dialect", ["awq", "gptq", "W4A16 asymmetric", "mxfp4", "fp8 blocks"])

@@ -52,9 +52,10 @@ class GatedDeltaNet(nn.Module):
             heads, group = state.key_heads, state.value_heads // state.key_heads
             many = {"in_proj_qkvz": heads * ((channels + values) // heads)}
             few = {"in_proj_ba": heads * (2 * group)}
-            sizes = (*state.parts, values), [state.value_heads] * 2
-            self.many_X, self.few_X = (nn.Buffer(_by_part(each, heads), persistent=False) for each in sizes)
         self.in_proj_qkvz, self.in_proj_ba = (new(name, size, parts, bias=False) for parts in (many, few))
+        if self.grouped:
+            self.in_proj_qkvz.order_O = _by_part((*state.parts, values), heads)
+            self.in_proj_ba.order_O = _by_part([state.value_heads] * 2, heads)
         self.in_proj_qkvz.shares_inputs = True
         self.conv1d = Convolution(channels, state.width)
         self.A_log, self.dt_bias = (
@@ -82,8 +83,6 @@ class GatedDeltaNet(nn.Module):
             few_TX = linear_ahead(given_TH, few.weight)
         else:
             few_TX = few(x_TH if few.rounds_to(tokens) == many.rounds_to(tokens) else given_TH)
-        if self.grouped:
-            many_TX, few_TX = many_TX.index_select(1, self.many_X), few_TX.index_select(1, self.few_X)
         parts = self.state.parts
         mixed_TC, gate_TI = many_TX.split((sum(parts), parts[-1]), -1)
         b_TV, a_TV = few_TX.chunk(2, -1)
@@ -91,6 +90,6 @@ class GatedDeltaNet(nn.Module):
 
 
 def _by_part(sizes: Sequence[int], heads: int) -> Tensor:
-    """Return where the channels of parts of these sizes lie, of which each key head's are together."""
-    index_JX = torch.arange(sum(sizes)).view(heads, -1)
+    """Return where the channels of parts of these sizes lie in files, which have each key head's together."""
+    index_JX = torch.arange(sum(sizes), device="cpu").view(heads, -1)
     return torch.cat([each.flatten() for each in index_JX.split([size // heads for size in sizes], 1)])

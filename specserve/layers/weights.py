@@ -25,6 +25,7 @@ class Projection(nn.Module):
     projection of the same name. ``stacked``: its rows are weights of several experts, and are never used together.
     ``kept_plain``: its rows are read in the model's dtype, by ``rows``, at every step, so it is held in that form.
     ``shares_inputs``: others read its inputs, too, as they are. ``place``: where else its weight is stored.
+    ``order_O``: which of the file's outputs each of its own is, on the CPU; None: the same. It has then one part.
     """
 
     parts: Mapping[str, int]
@@ -32,6 +33,7 @@ class Projection(nn.Module):
     kept_plain: bool = False
     shares_inputs: bool = False
     place: Place | None = None
+    order_O: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +54,7 @@ class Projection(nn.Module):
         Raises ValueError for values that they can't have."""
         for part, found in zip(self.stored(), files, strict=True):
             for name, target in part.items():
-                target.copy_(found[name])
+                target.copy_(found[name] if self.order_O is None else found[name][self.order_O])
 
     def forward(self, x_TI: Tensor | Rounded, gated: Gate = None, out: Tensor | None = None) -> Tensor:
         """Return ``[T, O]``, or its ``apply_gate`` if ``gated``; written to ``out`` if given."""

@@ -140,6 +140,9 @@ class StoredProjection(Projection):
             self._hold_both(0, numbers)
             return
         biases = [moved(part["bias"], self._device, self._dtype) for part in files if "bias" in part]
+        if self.order_O is not None:
+            numbers = [_reordered(part, self.order_O) for part in numbers]
+            biases = [each[self.order_O] for each in biases]
         if _in_one_order(numbers):
             self._hold(numbers, torch.cat(biases) if biases else None)
         else:
@@ -307,6 +310,17 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
         parts[0].floats,
         torch.cat(units) if units else None,
     )
+
+
+def _reordered(part: Numbers, order_O: Tensor) -> Numbers:
+    """Return these outputs. Where blocks of outputs do not stay whole, scales are repeated for each output."""
+    blocks_O = order_O // part.rows
+    if len(order_O) % part.rows or not blocks_O.view(-1, part.rows).diff().eq(0).all():
+        part, blocks_O = _each_output(part), order_O
+    values_OI = part.values_OI.view(torch.uint8)[order_O].view(part.values_OI.dtype)
+    zero_OG, unit_O1 = (None if each is None else each[order_O] for each in (part.zero_OG, part.unit_O1))
+    scale_SG = part.scale_SG[blocks_O[:: part.rows]]
+    return part._replace(values_OI=values_OI, scale_SG=scale_SG, zero_OG=zero_OG, unit_O1=unit_O1)
 
 
 def _pieces(part: Numbers, place: Place) -> list[Numbers]:
