@@ -25,13 +25,6 @@ def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
     return c0, c1, c2, c3
 
 
-def word(seed: int, choice: int, position: int, token: int) -> int:
-    """The 32 random bits of one (request seed, choice, position of the chosen token, target token id)."""
-    key = (seed & MASK32, (seed >> 32) & MASK32)
-    counter = (token // 4, position, choice, 0)
-    return philox4x32(counter, key)[token % 4]
-
-
 def gumbel_of_word(bits: int) -> float:
     """Small u carries the precision, and small u is a large g: winners are where floats are dense."""
     u = (bits + 0.5) * 2.0**-32
@@ -39,13 +32,10 @@ def gumbel_of_word(bits: int) -> float:
     return -math.log(exponential)
 
 
-def gumbel(seed: int, choice: int, position: int, token: int) -> float:
-    return gumbel_of_word(word(seed, choice, position, token))
-
-
 @lru_cache(maxsize=4096)
 def gumbel_row(seed: int, choice: int, position: int, vocab: int) -> tuple[float, ...]:
-    """gumbel() for tokens 0..vocab-1 (cached because plain, draft and verify ask for the same rows)."""
+    """The noise of tokens 0..vocab-1, of one (request seed, choice, position of the chosen token); cached because
+    plain, draft and verify ask for the same rows."""
     key = (seed & MASK32, (seed >> 32) & MASK32)
     row: list[float] = []
     for block in range((vocab + 3) // 4):

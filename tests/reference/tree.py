@@ -1,5 +1,5 @@
-"""EAGLE-2's dynamic tree (formats.md section 4) with explicit nodes, its two published parent arithmetics, the walk of
-section 5.1, and design section 3's selection over a batch."""
+"""EAGLE-2's dynamic tree (formats.md section 4) with explicit nodes, the walk of section 5.1, and design section 3's
+selection over a batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def best_indices(scores: Sequence[float], count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
 
 
-def children_of(pool: Pool, parent: int, draft_fn: DraftFn, ids: Sequence[int] | None) -> list[Candidate]:
+def children_of(pool: Pool, parent: int, draft_fn: DraftFn) -> list[Candidate]:
     depth = 1 if parent == ROOT else pool.candidates[parent].depth + 1
     base = 0.0 if parent == ROOT else pool.candidates[parent].score
     if base == -math.inf:  # a dead node keeps its k places in the pool and is never verified
@@ -61,18 +61,18 @@ def children_of(pool: Pool, parent: int, draft_fn: DraftFn, ids: Sequence[int] |
     log_probs = [float(value) for value in draft_fn(pool.path(parent))]
     assert len(log_probs) >= pool.topk, "fewer draft tokens than the branching factor"
     best = best_indices(log_probs, pool.topk)
-    return [Candidate(ids[i] if ids else i, parent, depth, base + log_probs[i]) for i in best]
+    return [Candidate(i, parent, depth, base + log_probs[i]) for i in best]
 
 
-def expand(draft_fn: DraftFn, steps: int, topk: int, ids: Sequence[int] | None = None) -> Pool:
+def expand(draft_fn: DraftFn, steps: int, topk: int) -> Pool:
     """`steps` levels. draft_fn(path) is asked afresh at every node for log-probs of the token after `path`,
-    the drafted tokens below the root. `ids` maps its indices to target ids (default: identity)."""
+    the drafted tokens below the root."""
     pool = Pool(topk)
     frontier = [ROOT]
     for level in range(steps):
         start = len(pool.candidates)
         for node in frontier:
-            pool.candidates.extend(children_of(pool, node, draft_fn, ids))
+            pool.candidates.extend(children_of(pool, node, draft_fn))
         block = pool.candidates[start:]
         chosen = best_indices([candidate.score for candidate in block], topk)
         pool.frontiers.append(chosen)
@@ -114,55 +114,12 @@ def nodes_of(pool: Pool, selected: Sequence[int], root_token: int) -> list[Node]
 
 
 def build_tree(
-    draft_fn: DraftFn,
-    steps: int,
-    topk: int,
-    total_tokens: int,
-    root_token: int = -1,
-    ids: Sequence[int] | None = None,
+    draft_fn: DraftFn, steps: int, topk: int, total_tokens: int, root_token: int = -1
 ) -> list[Node]:
     """Expansion and rerank of one request; `total_tokens` counts the root. A small pool is taken whole."""
-    pool = expand(draft_fn, steps, topk, ids)
+    pool = expand(draft_fn, steps, topk)
     (selected,) = select([pool], total_tokens - 1, max_per_slot=total_tokens - 1)
     return nodes_of(pool, selected, root_token)
-
-
-def eagle_parent_entries(frontiers: Sequence[Sequence[int]], topk: int) -> list[int]:
-    """One entry per block of k candidates: 0 = root, otherwise pool index + 1."""
-    entries = [0]
-    for i, frontier in enumerate(frontiers[:-1]):
-        bias = 1 + topk**2 * max(0, i - 1) + (topk if i > 0 else 0)
-        entries.extend(index + bias for index in frontier)
-    return entries
-
-
-def sglang_parent_entries(frontiers: Sequence[Sequence[int]], topk: int) -> list[int]:
-    """One entry per block of k candidates: -1 = root, otherwise the pool index."""
-    levels = len(frontiers)
-    entries = list(range(-1, topk))
-    for i in range(1, levels):
-        entries.extend(index + topk**2 * (i - 1) + topk for index in frontiers[i])
-    return entries[: topk * (levels - 1) + 1]  # the last step's list is never a parent
-
-
-def eagle_parents(selected: Sequence[int], frontiers: Sequence[Sequence[int]], topk: int) -> list[int]:
-    """Parent of each tree token, root (-1) included, by EAGLE's arithmetic."""
-    entries = eagle_parent_entries(frontiers, topk)
-    parents = [-1]
-    for index in selected:
-        entry = entries[index // topk]
-        parents.append(0 if entry == 0 else list(selected).index(entry - 1) + 1)
-    return parents
-
-
-def sglang_parents(selected: Sequence[int], frontiers: Sequence[Sequence[int]], topk: int) -> list[int]:
-    """The same by SGLang's arithmetic."""
-    entries = sglang_parent_entries(frontiers, topk)
-    parents = [-1]
-    for index in selected:
-        block = index // topk
-        parents.append(0 if block == 0 else list(selected).index(entries[block]) + 1)
-    return parents
 
 
 def depths(parents: Sequence[int]) -> list[int]:
