@@ -173,6 +173,16 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     assert (tmp_path / "out" / "checkpoint" / "state.pt").read_bytes() == saved
 
 
+def test_a_users_mistake(
+    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"train --algorithm MEDUSA --model-path {target} --data no.npz --output out --device cpu"
+    monkeypatch.setattr(sys, "argv", given.split())
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.endswith("error: --data, --heldout: no.npz does not exist\n")
+
+
 def test_the_page_from_prompts_to_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of docs/training.md runs as it is printed; the command after it takes what the script wrote."""
     page = (ROOT / "docs" / "training.md").read_text()

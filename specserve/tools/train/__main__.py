@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specserve.config.sources import raise_interrupts
+from specserve.config.sources import exit_code
 from specserve.frontend.tokenizer import load_tokenizer
 from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES, load_target
@@ -201,13 +201,15 @@ def announce(args: argparse.Namespace, config: LoopConfig, batch_rows: int) -> N
 
 
 def main() -> None:
-    raise_interrupts()
+    """Exit with 2 for a user's mistake, 1 for others, 130 if it is interrupted."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_float32_matmul_precision("high")
     try:
-        train(parse_args())
-    except (ValueError, OSError, FloatingPointError) as error:
+        code = exit_code(lambda: train(parse_args()))
+    except (OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
     ``encoder`` is needed only for JSON lines. Raises ValueError naming the file and what is wrong in it.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist")
+        raise ValueError(f"--data, --heldout: {path} does not exist")
     if path.suffix == ".npz":
         return load_tokens(path)
     if encoder is None:
