@@ -26,7 +26,7 @@ from specserve.engine.shapes import Padding, ShapePlan, StaticShapes, step_shape
 from specserve.layers.ranks import ONE, Ranks
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.shape import StepShape
-from tests.engines import drafting, shaped
+from tests.engines import Checkpoints, shaped
 from tests.ranks import on_ranks
 
 
@@ -264,7 +264,7 @@ def test_too_little_memory_for_a_graph(fails: bool, ended: Exception | None) -> 
     "speculation", [("NONE", None), ("NGRAM", (3, 1, 4)), ("EAGLE3", (3, 3, 8))], ids=str
 )
 def test_masked_launches_are_graphs_and_change_no_text(
-    speculation: tuple[str, tuple[int, int, int] | None],
+    speculation: tuple[str, tuple[int, int, int] | None], small_chat: Checkpoints
 ) -> None:
     pytest.importorskip("llguidance")
     algorithm, drafted = speculation
@@ -281,13 +281,8 @@ def test_masked_launches_are_graphs_and_change_no_text(
     ]
     prompts = [f"User: number {index}, please.\nAssistant: " for index in range(len(params))]
     turns = [(prompts, params), ([f"A{prompts[0]}"], params[:1]), ([f"B{prompts[3]}"], params[3:])]
-    with LLM(
-        dtype="float64",
-        cpu_threads=1,
-        context_length=128,
-        overlap_schedule="on",
-        **drafting(algorithm, shape=drafted),
-    ) as llm:
+    settings = {"dtype": "float64", "cpu_threads": 1, "context_length": 128, "overlap_schedule": "on"}
+    with LLM(str(small_chat.target), **settings, **small_chat.drafting(algorithm, drafted)) as llm:
         expected = [[each.token_ids for each in llm.generate(*turn)] for turn in turns]
         scheduler = llm.engine
         assert isinstance(scheduler, Scheduler)

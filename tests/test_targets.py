@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specserve.engine.executor
-from benchmarks.configurations import CHOICES, SAMPLING
+from benchmarks.configurations import CHOICES
 from benchmarks.lossless import Models, make_items
 from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
@@ -29,7 +29,7 @@ from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
-from tests.engines import answer_all, drafting, make_scheduler
+from tests.engines import answer_all, make_scheduler
 from tests.matrix import check_matrix
 from tests.reference import llama
 from tests.reference.doubles import float32_means_float64
@@ -281,22 +281,6 @@ def test_speculation_changes_no_text(agreeing: Models) -> None:
     report = check_matrix(agreeing, make_items(prompts(), 7, 12), 8, configurations)
     assert report.texts >= 8
     assert all(row.mean_accepted_length > 1.1 for row in report.rows)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "algorithm", "shape"),
-    [(each, *(("EAGLE", (4, 1, 5)), ("EAGLE3", (3, 3, 10)))[place % 2]) for place, each in enumerate(MAKERS)],
-)
-def test_drafts_that_never_agree_change_no_text(
-    architecture: str, algorithm: str, shape: tuple[int, int, int], tmp_path: Path
-) -> None:
-    target = MAKERS[architecture](tmp_path / "target")
-    draft = (make_eagle if algorithm == "EAGLE" else make_eagle3)(tmp_path / "draft", target)
-    work = [(PROMPT[: 3 + i], SamplingParams(max_tokens=12, seed=i, **SAMPLING["top_p"])) for i in range(3)]
-    plain = answer_all(make_scheduler(target), work)
-    drafted = answer_all(make_scheduler(target, **drafting(algorithm, draft, shape)), work)
-    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
-    assert all(each.usage.drafted for each in drafted)
 
 
 def shard(path: Path, suffix: str, count: int) -> None:

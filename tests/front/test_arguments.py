@@ -90,7 +90,7 @@ def test_all_kinds_of_arguments(walker: Walker, format_: str, choice: Any, paral
         "deepseek_v32": ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="', '">\n'),
     }[format_]
     rng, found = random.Random(format_), Counter[str]()
-    for name in [*OF_KINDS, *OF_KINDS, ""]:
+    for name in [*OF_KINDS, ""]:
         answer = walker.draw(
             text, rng, begin + name + tail if name else "", 300 if format_ == "deepseek_v32" else 120
         )

@@ -849,7 +849,7 @@ def test_hostile_texts_take_no_longer(text: str) -> None:
     names = "hermes, llama3_json, mistral, pythonic, qwen3_coder, gemma4, think, glm45, deepseek_v3"
     for kind in names.split(", "):
         parser = KINDS[kind][0]()
-        events = [event for at in range(0, len(text), 8) for event in parser.feed(text[at : at + 8])]
+        events = [event for at in range(0, len(text), 16) for event in parser.feed(text[at : at + 16])]
         count = sum(isinstance(event, Call) for event in [*events, *parser.finish()])
         assert count == HOSTILE_CALLS.get((kind, text[:25]), 0)
     assert time.process_time() - begin < 1.5
