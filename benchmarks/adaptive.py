@@ -290,6 +290,9 @@ def main() -> None:
     drawn |= {"mamba_full_memory_ratio": args.states_ratio} if args.states_ratio else {}
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(*sizes, min(args.max_batch, PROMPTS)))
+    prompts = [
+        prompt[:-1] for prompt in prompts
+    ]  # without a whole last page, whose beginning has no snapshot
 
     def rows() -> Iterator[Figures]:
         with adaptive_llm(args, max(sizes), args.shapes, **drawn) as (llm, policies):

@@ -98,7 +98,8 @@ def test_points() -> None:
     chat = [token for length in lengths for token in (*text(length - 1), END)] + text(3)
     assert points(chat, 0, 0, PAGE) == [8, 32, 47]
     assert points(chat, 8, 20, PAGE) == [20, 32, 47]
-    assert points(text(80), 0, 40, PAGE) == [32, 40, 64, 76], "its last page would be whole"
+    assert points(text(80), 0, 40, PAGE) == [32, 40, 64], "its last page is whole, so that 76 would be a cut"
+    assert points([*text(76), END, *text(3)], 0, 40, PAGE) == [32, 40, 64, 76]
     assert points(text(70), 0, 4, PAGE) == [32, 64]
     assert points(text(70), 32, 32, PAGE, forked=True) == [64, 70]
     assert points(text(74), 64, 64, 16, forked=True) == []
@@ -108,8 +109,10 @@ def test_points() -> None:
     turns = [*text(15), END] * 10
     assert points(turns, 0, 0, PAGE, room=8) == [16, 32, 64, 96, 128, 156], "of all but two"
     assert points(turns, 0, 0, PAGE, room=16) == [16, 32, 64, 96, 112, 128, 156]
-    assert passed[:9] == [[32], [32], [32, 64], [32], [64], [], [], [], [96]], "not what stands for the end"
-    assert passed[9:] == [[32, 64, 96, 128], [32, 64, 96, 112, 128]]
+    assert passed[:10] == [[32], [32], [32], [32, 64], [32], [64], [], [], [], [96]], (
+        "not what stands for the end"
+    )
+    assert passed[10:] == [[32, 64, 96, 128], [32, 64, 96, 112, 128]]
     chat[9:12] = [[]] * 3  # type: ignore[list-item]
     assert points(chat, 12, 20, PAGE) == [20, 32, 47], (
         "what is cached is not looked at after the first message"
@@ -129,11 +132,11 @@ def test_hits_have_the_text_of_a_cold_run(target: Path) -> None:
     assert engines.cached(turn) == [52]
     uncut = text(46)
     assert [engines.cached(uncut) for _ in range(2)] == [[0], [44]]
-    raw, shared = text(60), 52
+    raw, shared = text(62), 52
     assert engines.cached(raw) == [0]
-    assert engines.cached(raw) == [56], "all but the last token's page"
+    assert engines.cached(raw) == [60], "all but the last token's page"
     assert [engines.cached([*raw[:shared], *text(9)]) for _ in range(3)] == [[32], [52], [52]]
-    assert engines.scheduler.stats().cached_tokens == 16 + 36 + 52 + 52 + 44 + 56 + 32 + 52 + 52
+    assert engines.scheduler.stats().cached_tokens == 16 + 36 + 52 + 52 + 44 + 60 + 32 + 52 + 52
     begin = text(48)
     assert engines.cached(*([*begin, *text(5)] for _ in range(3))) == [0, 48, 48], (
         "who comes first cuts for others"
@@ -185,10 +188,10 @@ def test_few_snapshots_and_pages(target: Path) -> None:
     """The snapshot used least recently makes room, and those go whose pages go. Pages without one are computed again,
     and preempted requests go on."""
     engines = Engines(target, max_running_requests=3, max_mamba_cache_size=7)
-    first, second, third = (text(20) for _ in range(3))
+    first, second, third = (text(22) for _ in range(3))
     assert [engines.cached(each) for each in (first, second, first, third, first, second)] == [
-        *([0], [0], [16]),
-        *([0], [16], [0]),
+        *([0], [0], [20]),
+        *([0], [20], [0]),
     ]
     engines = Engines(target, max_running_requests=4, max_mamba_cache_size=9, max_total_tokens=72)
     prompts = [[*first[: 4 * DRAWS.randint(1, 5)], *text(12)] for _ in range(12)]
@@ -203,7 +206,7 @@ def test_short_ends_wait_for_a_step_of_others(target: Path) -> None:
     client = Client(make_scheduler(target, page_size=PAGE, overlap_schedule="on"))
     found = []
     for index in range(2):
-        client.submit(str(index), text(52), PARAMS)
+        client.submit(str(index), [*text(47), END, *text(4)], PARAMS)
         client.iterate()
         found.append(client.scheduler.running[-1].prefilled)
     assert found == [52, 48]

@@ -2,7 +2,8 @@
 Where prompts and requests end, it serves at the end of the last page, mostly without a cut.
 
 Points are ends of pages: where a text leaves a cached one, the last of messages and of prompts, and every 1,024 tokens.
-A cut costs a launch, so that of messages and prompts none is a point which would save less than that.
+A cut costs a launch, so that of messages and prompts none is a point which would save less than that. Fewer prompts come
+again than chats go on: an end that needs a cut and ends no message is a point only after 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class Snapshots:
             if _far(end, found, 0 if end in (*first, ends[-1]) else apart):
                 insort(found, end)
         found = sorted({*found, *range(step, most + 1, step)})
-        if forked or _far(most, found):
+        uncut = len(tokens) % page_size > 0 and self.serves(len(tokens), most)
+        if forked or _far(most, found, 0 if uncut else INTERVAL):
             found.append(most)
         found = [point for point in sorted({*found}) if point > cached]
-        if found[-1:] == [most] and len(tokens) % page_size and self.serves(len(tokens), most):
-            found[-1] = len(tokens)  # without a cut
+        if found[-1:] == [most] and uncut:
+            found[-1] = len(tokens)
         return {point: point not in {*first, *ends[-1:], known, *found[-1:]} for point in found}
 
 
