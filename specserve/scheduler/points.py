@@ -2,8 +2,8 @@
 Where prompts and requests end, it serves at the end of the last page, mostly without a cut.
 
 Points are ends of pages: where a text leaves a cached one, the last of messages and of prompts, and every 1,024 tokens.
-A cut costs a launch, so that of messages and prompts none is a point which would save less than that. Fewer prompts come
-again than chats go on: an end that needs a cut and ends no message is a point only after 1,024 tokens.
+A cut costs a launch, so that of messages and prompts none is a point which would save less than that. Fewer prompts
+come again than chats go on: an end that needs a cut and ends no message is a point only after 1,024 tokens.
 """
 
 from __future__ import annotations
