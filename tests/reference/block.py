@@ -21,10 +21,10 @@ from .llama import (
     embedding_weight,
     gated_mlp,
     head_weight,
-    inverse_frequencies,
     linear,
     norm,
     rms_norm,
+    rope_of,
     rotate,
 )
 from .medusa import fitted
@@ -55,7 +55,7 @@ def attention(state: State, prefix: str, config: Config, past: Tensor, x: Tensor
     """Rows of `x` see all of `past` and of each other."""
     heads = config["num_attention_heads"]
     size = state[f"{prefix}q_proj.weight"].shape[0] // heads
-    both, turns = torch.cat([past, x]), inverse_frequencies(config, size)
+    both, (turns, _) = torch.cat([past, x]), rope_of(config, size)
     q, k, v = (
         linear(state, f"{prefix}{name}_proj", both).unflatten(1, (-1, size)).transpose(0, 1) for name in "qkv"
     )

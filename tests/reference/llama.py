@@ -1,6 +1,7 @@
 """The forward of Llama and similar models (Mistral, Qwen2, Qwen3, MiMo, Gemma 3) over a whole sequence, from Hugging
 Face tensors and config (formats.md section 11). Biases and norms are used if the checkpoint has them."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from .doubles import float32_means_float64
 
 State = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -39,68 +44,21 @@ def linear(state: State, name: str, x: Tensor) -> Tensor:
     return y
 
 
-def rope_settings(config: Config) -> dict[str, Any]:
-    """Both spellings: rope_parameters (transformers 5), rope_theta + rope_scaling, which goes before. Base 10000 when
-    absent."""
+def rope_of(config: Config, head_dim: int) -> tuple[tuple[float, ...], float]:
+    """transformers' frequencies, and what it multiplies cos and sin with. Both spellings: rope_parameters (transformers
+    5), rope_theta + rope_scaling, which goes before. Base 10000 when absent."""
     settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    settings["type"] = settings.get("rope_type", settings.get("type", "default"))
-    settings["theta"] = settings.get("rope_theta", config.get("rope_theta") or 10000.0)
-    return settings
+    settings["rope_type"] = settings.get("rope_type", settings.pop("type", "default"))
+    settings.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    return _rope(json.dumps(settings), config["max_position_embeddings"], head_dim)
 
 
-def llama3_frequency(frequency: float, rope: Mapping[str, Any]) -> float:
-    original: float = rope["original_max_position_embeddings"]
-    low: float = rope["low_freq_factor"]
-    high: float = rope["high_freq_factor"]
-    factor: float = rope["factor"]
-    wavelength = 2 * math.pi / frequency
-    if wavelength < original / high:
-        return frequency
-    if wavelength > original / low:
-        return frequency / factor
-    smooth = (original / wavelength - low) / (high - low)
-    return (1 - smooth) * frequency / factor + smooth * frequency
-
-
-def yarn_frequency(j: int, frequency: float, head_dim: int, rope: Mapping[str, Any]) -> float:
-    """Formula of 11.2. Original length and factor have no defaults here."""
-    ends = []
-    for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1):
-        length = rope["original_max_position_embeddings"] / (turns * 2 * math.pi)
-        ends.append(head_dim * math.log(length) / (2 * math.log(rope["theta"])))
-    low, high = ends
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = min(max((j - low) / (high - low or 0.001), 0), 1)
-    return frequency / rope["factor"] * ramp + frequency * (1 - ramp)
-
-
-def attention_factor(config: Config) -> float:
-    """What yarn multiplies cos and sin with."""
-    rope = rope_settings(config)
-    if rope["type"] != "yarn":
-        return 1.0
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    grown = 0.1 * math.log(max(rope["factor"], 1))
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return float((rope["mscale"] * grown + 1) / (rope["mscale_all_dim"] * grown + 1))
-    return grown + 1
-
-
-def inverse_frequencies(config: Config, head_dim: int) -> list[float]:
-    rope = rope_settings(config)
-    plain = [rope["theta"] ** (-2 * j / head_dim) for j in range(head_dim // 2)]
-    if rope["type"] == "default":
-        return plain
-    if rope["type"] == "llama3":
-        return [llama3_frequency(frequency, rope) for frequency in plain]
-    if rope["type"] == "linear":
-        return [frequency / rope["factor"] for frequency in plain]
-    if rope["type"] == "yarn" and "factor" in rope:
-        return [yarn_frequency(j, frequency, head_dim, rope) for j, frequency in enumerate(plain)]
-    raise ValueError(f"no reference for rope type {rope['type']!r}")
+@cache
+def _rope(settings: str, positions: int, head_dim: int) -> tuple[tuple[float, ...], float]:
+    sizes = {"head_dim": head_dim, "max_position_embeddings": positions}
+    with torch.inference_mode(False), float32_means_float64():
+        table = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=json.loads(settings), **sizes))
+    return tuple(table.inv_freq.tolist()), table.attention_scaling
 
 
 @cache
@@ -157,7 +115,7 @@ def self_attention(state: State, prefix: str, config: Config, x: Tensor, window:
         config = {**config, "rope_parameters": config["rope_parameters"][kind]}
     heads = config["num_attention_heads"]
     head_dim = state[f"{prefix}q_proj.weight"].shape[0] // heads
-    frequencies, scale = inverse_frequencies(config, head_dim), attention_factor(config)
+    frequencies, scale = rope_of(config, head_dim)
     q, k, v = (
         linear(state, f"{prefix}{name}_proj", x).unflatten(1, (-1, head_dim)).transpose(0, 1)
         for name in "qkv"
