@@ -73,22 +73,3 @@ def test_against_dense(
         found = paged_attention(q_BNHD, cache, pages_BM, bias, None, given, *how[1:])
         right = naive(q_BNHD, cache, pages_BM, visible_BNL, *how)
         torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
-
-
-def test_both_paths_are_taken_by_size() -> None:
-    """Whatever the path, many queries give what the same queries give one by one."""
-    generator = torch.Generator().manual_seed(5)
-    cache = torch.randn(9, 2, 16, 2, 8, generator=generator, dtype=torch.float64)
-    pages_BM = torch.tensor([[3, 1, 8]])
-    q_BNHD = torch.randn(1, 100, 8, 8, generator=generator, dtype=torch.float64)
-    assert 4 * 100 > attention.PACK_ROWS > 4
-    visible_BNL = torch.ones(1, 100, 48, dtype=torch.bool).tril(-1)
-    visible_BNL[..., 0] = True
-    whole = paged_attention(q_BNHD, cache, pages_BM, grouped(q_BNHD, cache, visible_BNL))
-    single = []
-    for i in range(100):
-        q_B1HD = q_BNHD[:, i : i + 1]
-        single.append(
-            paged_attention(q_B1HD, cache, pages_BM, grouped(q_B1HD, cache, visible_BNL[:, i : i + 1]))
-        )
-    torch.testing.assert_close(whole, torch.cat(single, dim=1), atol=1e-12, rtol=1e-12)

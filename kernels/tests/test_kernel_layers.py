@@ -43,30 +43,6 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(normed.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_silu() -> None:
-    gate, up = draws(5, 6, seed=1), draws(5, 6, seed=2)
-    expected = [
-        [g / (1 + math.exp(-g)) * u for g, u in zip(*rows, strict=True)]
-        for rows in zip(gate.tolist(), up.tolist(), strict=True)
-    ]
-    found = apply_gate(torch.cat([gate, up], dim=1), "silu")
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
-
-
-def test_gelu() -> None:
-    gate, up = draws(5, 6, seed=1), draws(5, 6, seed=2)
-
-    def gelu(g: float) -> float:
-        return g / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
-
-    expected = [
-        [gelu(g) * u for g, u in zip(*rows, strict=True)]
-        for rows in zip(gate.tolist(), up.tolist(), strict=True)
-    ]
-    found = apply_gate(torch.cat([gate, up], dim=1), "gelu_tanh")
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
-
-
 def test_clamped_silu() -> None:
     """As gpt-oss has it."""
     gate, up = 5 * draws(9, 6, seed=1), 5 * draws(9, 6, seed=2)
@@ -83,28 +59,6 @@ def test_clamped_silu() -> None:
     assert up.min() < -7
     found = apply_gate(torch.cat([gate, up], dim=1), "clamped_silu")
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-14)
-
-
-def test_rotary() -> None:
-    """The reference turns row i to position i."""
-    frequencies = [1.0, 0.3, 0.02, 0.5]
-    table = rotary_table(torch.tensor(frequencies, dtype=torch.float64), 11, 1.0, torch.float64)
-    x = draws(11, 3, 8)
-    expected = torch.stack([llama.rotate(x[:, head], frequencies) for head in range(3)], dim=1)
-    torch.testing.assert_close(apply_rotary(x, table), expected, atol=1e-14, rtol=1e-14)
-    scaled = rotary_table(torch.tensor(frequencies, dtype=torch.float64), 11, 1.5, torch.float64)
-    torch.testing.assert_close(apply_rotary(x, scaled), 1.5 * expected, atol=1e-14, rtol=1e-14)
-
-
-@pytest.mark.parametrize(("interleaved", "order"), [(False, [0, 2, 1, 3]), (True, [0, 1, 2, 3])])
-def test_part_of_a_head_rotates(interleaved: bool, order: list[int]) -> None:
-    """As complex numbers of the pairs."""
-    frequencies, position = torch.tensor([1.0, 0.3], dtype=torch.float64), torch.arange(11.0).double()
-    x, angle = draws(11, 3, 7), position[:, None, None] * frequencies
-    found = apply_rotary(x, rotary_table(frequencies, 11, 1.0, torch.float64), interleaved)
-    before, after = (torch.view_as_complex(each[..., order].unflatten(-1, (2, 2))) for each in (x, found))
-    torch.testing.assert_close(after, before * torch.polar(torch.ones_like(angle), angle))
-    assert torch.equal(found[..., 4:], x[..., 4:])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
