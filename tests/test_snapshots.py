@@ -249,6 +249,17 @@ def test_long_prompts_leave_chats_their_ends(target: Path) -> None:
     assert [engines.cached(chat) for chat in chats] == [[148]] * 5
 
 
+def test_long_prompts_that_nobody_comes_back_to(target: Path) -> None:
+    """They leave their room to eight chats, which take all of it."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + 16)
+    chats = [text(21) for _ in range(8)]
+    for prompt in (text(170), text(170), *chats):
+        engines.cached(prompt)
+    for chat in chats:
+        chat += [*engines.known[8, -1, *chat][:8], END, *text(5)]
+    assert all(engines.cached(chat) > [0] for chat in chats)
+
+
 @pytest.mark.parametrize(("room", "others", "calls"), [(4, 0, True), (4, 1, False), (8, 3, False)])
 def test_answers_that_prompts_leave(room: int, others: int, calls: bool, target: Path) -> None:
     """Where templates strip thoughts, a chat has one snapshot, that of what was asked last, and another while it goes

@@ -78,8 +78,8 @@ class RadixCache:
         self.num_pages = 0
         self.snapshots = snapshots
         self._free_snapshots = list(range(snapshots, 0, -1))
-        # Where snapshots are, by last use: those that others replace, those on the way through a prompt, all others.
-        self._spent, self._passing, self._lasting = (OrderedDict[int, _Node]() for _ in range(3))
+        # Where snapshots are, by last use: those that others replace, all others, and which of these are passing.
+        self._spent, self._kept, self._passing = (OrderedDict[int, _Node]() for _ in range(3))
 
     def match(self, keys: list[Key]) -> Prefix:
         """Return a sequence's longest prefix that was inserted and can be used. The caller takes references, and the
@@ -96,7 +96,7 @@ class RadixCache:
             first = first_page(window, best * size, size)
             pages[:] = [0] * first + pages[first:best]
         if best in states:
-            self._put_state(states[best], self._lasting)
+            self._put_state(states[best], self._kept)
         prefix = Prefix(best * size, end * size, found, states[best].state if best in states else 0)
         for node, _ in path if self._sliding else ():
             best -= len(node.keys)
@@ -162,10 +162,10 @@ class RadixCache:
 
     def keep(self, keys: list[Key], replaces: int = 0, answer: bool = False, passing: bool = False) -> int:
         """Return the number of a new snapshot after pages that are cached; 0 if there is one. That of the first
-        ``replaces`` tokens and those since then make room before all others, but where several sequences go on. Of
-        those in ``passing``, which serve only texts that leave this one there, a quarter of all outlasts others. If the
-        prompt left the chat's last ``answer``, as one without its thoughts does, the next will leave this one: only
-        free room takes its snapshot, and the last one before it stays."""
+        ``replaces`` tokens and those since then make room before all others, but where several sequences go on. Then
+        go those in ``passing``, which serve only texts that leave this one there, while they are more than a quarter,
+        and then the one used least recently. If the prompt left the chat's last ``answer``, as one without its thoughts
+        does, the next will leave this one: only free room takes its snapshot, and the last one before it stays."""
         *path, (node, matched) = self._walk(keys)
         if matched < len(node.keys):
             node = self._split(node, matched)
@@ -173,7 +173,7 @@ class RadixCache:
             assert node.parent is not None
             node.answer, node.parent.answers = True, node.parent.answers + 1
         if node.state:
-            self._put_state(node, self._lasting)
+            self._put_state(node, self._kept)
             return 0
         end, fewer, leaves = 0, list[_Node](), False
         for above, below in pairwise([*(each for each, _ in path), node]):
@@ -190,7 +190,9 @@ class RadixCache:
         if spent and not free:
             return 0
         node.state = free.pop() if free else self._drop_state(self._least_useful())
-        self._put_state(node, self._spent if spent else self._passing if passing else self._lasting)
+        self._put_state(node, self._spent if spent else self._kept)
+        if passing:
+            self._passing[node.state] = node
         return node.state
 
     def _put_state(self, node: _Node, order: OrderedDict[int, _Node]) -> None:
@@ -199,12 +201,12 @@ class RadixCache:
         order[node.state] = node
 
     def _forget_state(self, node: _Node) -> None:
-        for order in (self._spent, self._passing, self._lasting):
+        for order in (self._spent, self._passing, self._kept):
             order.pop(node.state, None)
 
     def _least_useful(self) -> _Node:
-        passing = 4 * len(self._passing) > self.snapshots or not self._lasting
-        return next(iter((self._spent or (self._passing if passing else self._lasting)).values()))
+        many = 4 * len(self._passing) > self.snapshots
+        return next(iter((self._spent or (self._passing if many else self._kept)).values()))
 
     def _drop_state(self, node: _Node) -> int:
         """Forget a node's snapshot. Return its number."""
@@ -215,7 +217,7 @@ class RadixCache:
     @property
     def kept(self) -> int:
         """Snapshots that exist."""
-        return len(self._spent) + len(self._passing) + len(self._lasting)
+        return len(self._spent) + len(self._kept)
 
     def _fill(self, node: _Node, pages: Sequence[Sequence[int]], begin: int = 0) -> None:
         """Adopt those pages, from index ``begin`` on, that the node lacks."""

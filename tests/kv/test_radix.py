@@ -369,13 +369,10 @@ def test_snapshots(page_size: int) -> None:
             passed, last = rng.random() < 0.5, prefixes[end - 1]
             if number := cache.keep(tokens[: end * page_size], passing=passed):
                 if number in states.values():
-                    others = [prefix for prefix in states if prefix not in passing]
-                    among = (
-                        others
-                        if 4 * (room - len(others)) <= room
-                        else [*filter(passing.__contains__, states)]
-                    )
-                    assert (len(states), number) == (room, states.pop(among[0]))
+                    among = filter(passing.__contains__, states) if 4 * len(passing) > room else states
+                    gone = next(iter(among))
+                    assert (len(states), number) == (room, states.pop(gone))
+                    passing.discard(gone)
                 states[last] = number
             else:
                 states[last], passed = states.pop(last), False
