@@ -70,6 +70,7 @@ def test_prints_what_its_page_says(command: str, capsys: pytest.CaptureFixture[s
 def test_says_what_it_can_not_reach(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = "http://127.0.0.1:9/v1"
     monkeypatch.setenv("OPENAI_BASE_URL", nobody)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
     module, *arguments = command.split()
     with pytest.raises(SystemExit, match=f"^no server answers at {nobody}: Connection error.$"):
         import_module(f"examples.clients.{module}").main(arguments)

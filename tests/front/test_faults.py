@@ -275,16 +275,16 @@ class TestEngineDeath:
     def test_engines_that_die_while_they_load(self, model: Path, tmp_path: Path) -> None:
         """The first is followed at once, the next after a pause."""
         path = shutil.copytree(model, tmp_path / "tiny")
-        with running("build_once", path, "--engine-restarts", "3", NO_TEXT) as server:
+        with running("build_once", path, "--engine-restarts", "2", NO_TEXT) as server:
             server.wait_ready()
             os.kill(server.engine_pid(), signal.SIGKILL)
             begun = time.monotonic()
             assert server.finish() == 1
-            assert time.monotonic() - begun > 3 * PAUSE
+            assert time.monotonic() - begun > PAUSE
         told = [line for line in server.lines if "starting another one" in line]
         pauses = re.findall(r"starting another one in (\S+) seconds", "".join(told))
-        assert [float(pause) for pause in pauses] == [0, PAUSE, 2 * PAUSE]
-        assert ["FileExistsError" in line for line in told] == [False, True, True]
+        assert [float(pause) for pause in pauses] == [0, PAUSE]
+        assert ["FileExistsError" in line for line in told] == [False, True]
 
     def test_stop_while_another_loads(self, model: Path) -> None:
         with running("build_slow", model, NO_TEXT) as server:
