@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from specserve_kernels import FP8
 from torch import Tensor
@@ -30,7 +29,7 @@ from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, expected_memory, memory_needed
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, held_as_on_a_gpu, make_scheduler, not_rounded
-from tests.reference.gemma4 import draw_weights
+from tests.reference.gemma4 import make_drawn
 from tests.reference.gpt_oss import make_gpt_oss
 from tests.reference.models import load_checkpoint, make_qwen3_moe, save_checkpoint
 from tests.reference.packed_bits import pack_quantized
@@ -254,12 +253,8 @@ KIMI_LEFT = [
 def test_kimi_k2_with_experts_alone_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its fields and layout give the text of the numbers that the file means, also held as on a GPU."""
     sizes = {**MLA, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    model = transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(**{**SIZES, **sizes, "n_group": 1, "topk_group": 1})
-    )
-    draw_weights(model)
-    model.save_pretrained(tmp_path / "drawn")
-    state, config = load_checkpoint(tmp_path / "drawn")
+    given = {**SIZES, **sizes, "n_group": 1, "topk_group": 1}
+    state, config = load_checkpoint(make_drawn(tmp_path / "drawn", "DeepseekV3", **given))
     del config["rope_parameters"]
     config |= {"model_type": "kimi_k2", **{name: KIMI[name] for name in ("rope_theta", "rope_scaling")}}
     drawn = save_checkpoint(tmp_path / "plain", state, config, safetensors=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from benchmarks.lossless import make_items
 from specserve import SamplingParams
@@ -15,7 +14,7 @@ from specserve.layers.weights import Projection
 from specserve.models.checkpoint import load_target
 from tests.engines import answer_all, head_of, make_scheduler, multiply_integers
 from tests.matrix import check_drafted, prompts
-from tests.reference.gemma4 import draw_weights
+from tests.reference.gemma4 import make_drawn
 from tests.reference.glm import make_glm
 from tests.reference.models import load_checkpoint, save_checkpoint
 from tests.reference.quantized import dequantize, quantize
@@ -25,19 +24,8 @@ from tests.test_more_targets import MLA, MSCALE, SIZES
 GROUPS = {"n_group": 3, "topk_group": 2, "rope_parameters": MSCALE, "num_key_value_heads": 4}
 
 
-def make_deepseek(
-    path: Path, *, branch_scale: float = 1.0, family: str = "DeepseekV3", **fields: Any
-) -> Path:
-    """``branch_scale`` as in ``make_llama``."""
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **MLA, **GROUPS, **fields})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    draw_weights(model)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "down_proj" in name or "o_proj" in name:
-                weight.mul_(branch_scale)
-    model.save_pretrained(path)
-    return path
+def make_deepseek(path: Path, branch_scale: float = 1.0) -> Path:
+    return make_drawn(path, "DeepseekV3", branch_scale, **{**SIZES, **MLA, **GROUPS})
 
 
 def test_every_text_is_that_of_plain_decoding(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import resolve_engine
 from tests.engines import answer_all, drafting, make_scheduler
 from tests.reference.draft_models import make_eagle3
-from tests.reference.gemma4 import LARGE, MIXTURE, SMALL, draw_weights
+from tests.reference.gemma4 import LARGE, MIXTURE, SMALL, make_drawn
 from tests.reference.gemma4 import SIZES as GEMMA4
 from tests.test_targets import BESIDE_VISION, MAKERS, PROMPT, check_logits
 
@@ -160,12 +160,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(params=list(CONFIGS))
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     family, fields = CONFIGS[request.param]
-    text = "Text" if hasattr(transformers, f"{family}TextConfig") else ""
-    config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **fields})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    draw_weights(model)
-    model.save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
+    return make_drawn(tmp_path / "target", family, **{**SIZES, **fields})
 
 
 def test_every_architecture_is_compared() -> None:

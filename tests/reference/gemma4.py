@@ -40,6 +40,20 @@ def make_gemma4(
 
 
 @torch.no_grad()
+def make_drawn(path: Path, family: str, branch_scale: float = 1.0, **fields: Any) -> Path:
+    """A random model of a family of transformers, as it saves one. ``branch_scale``: of what blocks add to the stream,
+    so that a draft agrees."""
+    text = "Text" if hasattr(transformers, f"{family}TextConfig") else ""
+    config = getattr(transformers, f"{family}{text}Config")(**fields)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    draw_weights(model)
+    for name, weight in model.named_parameters():
+        weight *= branch_scale if "down_proj" in name or "o_proj" in name else 1
+    model.save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
 def draw_weights(model: nn.Module, branch_scale: float = 1.0, seed: int = 1) -> None:
     """Norms around 1, of the branches around ``branch_scale``."""
     draws = torch.Generator().manual_seed(seed)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import transformers
-
-from tests.reference.gemma4 import draw_weights
+from tests.reference.gemma4 import make_drawn
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -17,10 +15,4 @@ SIZES = {
 
 
 def make_gpt_oss(path: Path, branch_scale: float = 0.1, **fields: Any) -> Path:
-    """``branch_scale``: of what blocks add to the stream, so that a draft agrees."""
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**SIZES, **fields}))
-    draw_weights(model)
-    for name, weight in model.named_parameters():
-        weight.data *= branch_scale if "down_proj" in name or "o_proj" in name else 1
-    model.save_pretrained(path)
-    return path
+    return make_drawn(path, "GptOss", branch_scale, **{**SIZES, **fields})
