@@ -60,13 +60,6 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any], weights: Se
     assert statistic <= CHI_SQUARE_001[freedom]
 
 
-def test_temperature_zero_ignores_truncation_and_noise_but_not_penalties() -> None:
-    strict: dict[str, Any] = {"top_k": 1, "top_p": 0.01, "min_p": 1.0}
-    assert process(LOGITS, temperature=0.0, **strict).tolist() == pytest.approx(LOGITS)
-    assert {choose(LOGITS, seed=seed, position=0, temperature=0.0) for seed in range(20)} == {0}
-    assert choose(LOGITS, position=0, temperature=0.0, logit_bias={3: 5.0}) == 3
-
-
 def test_ties_go_to_the_lowest_id() -> None:
     assert choose([0.0, 1.0, 1.0], position=0, temperature=0.0) == 1
 

@@ -85,22 +85,6 @@ def test_caps_of_slots() -> None:
         check(scores_of(pools), caps, slots + budget, 64, [sorted(indices) for indices in chosen])
 
 
-def test_equal_scores_go_to_the_lower_slot_and_index() -> None:
-    scores_BP = torch.zeros(2, 4, dtype=torch.float64)
-    check(scores_BP, [9, 9], 2 + 6, 64, [[0, 1, 2, 3], [0, 1]])
-    check(scores_BP, [9, 9], 2 + 6, 4, [[0, 1, 2], [0, 1, 2]])
-
-
-def test_dead_candidates_leave_nodes_over() -> None:
-    scores_BP = torch.tensor([[-1.0, NEVER], [NEVER, NEVER]], dtype=torch.float64)
-    check(scores_BP, [9, 9], 2 + 3, 64, [[0], []])
-
-
-def test_a_budget_beyond_all_pools() -> None:
-    scores_BP = torch.tensor([[-1.0, -3.0], [-2.0, -0.5]], dtype=torch.float64)
-    check(scores_BP, [9, 9], 2 + 7, 64, [[0, 1], [0, 1]])
-
-
 def test_a_slot_gets_64_nodes_at_most() -> None:
     scores_BP = -torch.arange(200, dtype=torch.float64).view(2, 100) / 1000
     check(scores_BP, [2**62] * 2, 2 + 120, 64, [list(range(63)), list(range(57))])

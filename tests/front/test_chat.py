@@ -144,12 +144,6 @@ def test_stop_string(serve: Serve) -> None:
     assert engine.aborted == [engine.submitted[0].rid]
 
 
-def test_length(serve: Serve) -> None:
-    client, _ = serve("abcdefghij")
-    choice = post(client, max_tokens=4).json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("abcd", "length")
-
-
 @pytest.mark.parametrize("field", ["max_completion_tokens", "max_tokens"])
 @pytest.mark.parametrize("most", [2**62 + 1, 2**63 - 1, 10**30])
 def test_more_tokens_than_fit(serve: Serve, field: str, most: int) -> None:
@@ -297,15 +291,6 @@ def test_defaults_of_the_checkpoint(serve: Serve, route: str) -> None:
     assert client.get("/server_info").json()["engine"]["request_defaults"] == DEFAULTS
 
 
-@pytest.mark.parametrize("ignore", [False, True])
-def test_ignore_eos(serve: Serve, ignore: bool) -> None:
-    client, engine = serve("ab")
-    assert post(client, ignore_eos=ignore).json()["choices"][0]["finish_reason"] == (
-        "length" if ignore else "stop"
-    )
-    assert engine.reply(engine.submitted[0])[-1] == EOS
-
-
 def test_token_ids(serve: Serve) -> None:
     """Of a part of a character, too, which has no text yet."""
     client, _ = serve("aé", stride=2)
@@ -318,14 +303,6 @@ def test_token_ids(serve: Serve) -> None:
     ids = [chunk["choices"][0].get("token_ids") for chunk in chunks]
     assert ids == [[97, 0xC3], [0xA9, EOS], None]
     assert "token_ids" not in post(client).json()["choices"][0]
-
-
-def test_the_stop_string_is_part_of_the_text_if_asked_for(serve: Serve) -> None:
-    client, _ = serve("one two three")
-    asked = {"stop": ["wo"], "include_stop_str_in_output": True}
-    assert post(client, **asked).json()["choices"][0]["message"]["content"] == "one two"
-    chunks = events(post(client, stream=True, **asked))
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "one two"
 
 
 def test_a_stream_ends_with_the_error_that_ended_it(
