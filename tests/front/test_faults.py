@@ -181,10 +181,10 @@ class TestOfOneServer:
 
 
 class TestStopping:
-    @pytest.mark.parametrize("command", ["launch", "check"])
+    @pytest.mark.parametrize("command", ["specserve", "specserve.check"])
     def test_interrupt_during_imports(self, command: str) -> None:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-        server = Server(["-X", "importtime", "-m", f"specserve.{command}"])
+        server = Server(["-X", "importtime", "-m", command])
         signal.signal(signal.SIGINT, before)
         wait(lambda: any("config.choices" in line for line in server.lines), 10)
         server.process.send_signal(signal.SIGINT)
