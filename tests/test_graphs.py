@@ -288,11 +288,12 @@ def test_masked_launches_are_graphs_and_change_no_text(
         assert isinstance(scheduler, Scheduler)
         sizes = [(slots, drafts) for slots in range(1, 5) for drafts in range(slots + 1)]
         shapes = [step_shape(slots, drafted, drafts) for slots, drafts in sizes]
-        with fake_graphs():
+        with fake_graphs(), mock.patch.object(graphs, "CAPTURE_SECONDS", 0):
             context, lengths = scheduler.runner.context, sizes_within(128, 128)
             captured = Graphs.capture(context, list(dict.fromkeys(shapes)), lengths)
             runner = Runner(context, captured)
             runner.masks, scheduler.runner = scheduler.runner.masks, runner
+            assert sum(iter(scheduler.work_ahead, False)) == len({*shapes}), "all are left for idle times"
             scheduler.flush_cache()
             assert [[each.token_ids for each in llm.generate(*turn)] for turn in turns] == expected
     assert runner.report().eager_steps == 0
