@@ -251,8 +251,9 @@ def check_passes(layer: Layer, tokens: int, begin: int, chunks: list[int], trees
 )
 def test_reference(state: torch.dtype, entry: torch.dtype, tolerance: float, trees: int) -> None:
     torch.manual_seed(0)
-    layer = Layer(reference, SMALL, (state, entry))
-    assert check_passes(layer, 30, 0, [3, 7, 30], trees, nodes=12) < tolerance
+    for sizes, tokens in ((SMALL, 30), (Sizes(16, 1, 2, 64, 64), 60)):  # these BLAS multiplies
+        layer = Layer(reference, sizes, (state, entry))
+        assert check_passes(layer, tokens, 0, [3, 7, 30], trees, nodes=12) < tolerance
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it compiles as many kernels as the next")
