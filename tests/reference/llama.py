@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .doubles import float32_means_float64
 
@@ -55,6 +53,10 @@ def rope_of(config: Config, head_dim: int) -> tuple[tuple[float, ...], float]:
 
 @cache
 def _rope(settings: str, positions: int, head_dim: int) -> tuple[tuple[float, ...], float]:
+    # Here, as it takes a second and few tests need it.
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     sizes = {"head_dim": head_dim, "max_position_embeddings": positions}
     with torch.inference_mode(False), float32_means_float64():
         table = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=json.loads(settings), **sizes))
