@@ -103,17 +103,3 @@ def test_against_transformers_modules(name: str, target: Path, tmp_path: Path) -
         expected = published_rows(draft, TOKENS[1:] + PATH, features, len(features))
     ours = eagle.draft_rows(draft, TOKENS, features, PATH)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
-
-
-def test_heads(target: Path, tmp_path: Path) -> None:
-    """EAGLE-1 has no norm before the head, EAGLE-3 its own norm and head."""
-    state, _ = load_checkpoint(target)
-    draft, features = load(target, make_eagle(tmp_path / "1", target))
-    row = eagle.draft_rows(draft, TOKENS, features, PATH)[-1]
-    expected = state["lm_head.weight"].double() @ row
-    assert torch.equal(eagle.draft_logits(draft, TOKENS, features, PATH), expected)
-    draft, features = load(target, make_eagle3(tmp_path / "3", target, draft_vocab=24))
-    row = eagle.draft_rows(draft, TOKENS, features, PATH)[-1]
-    normed = row / row.square().mean().add(1e-5).sqrt() * draft.state["norm.weight"].double()
-    expected = draft.state["lm_head.weight"].double() @ normed
-    torch.testing.assert_close(eagle.draft_logits(draft, TOKENS, features, PATH), expected)
