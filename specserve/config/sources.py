@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,8 +197,8 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def raise_interrupts() -> None:
-    """Raise KeyboardInterrupt from here on, unless a shell's background job ignores it."""
-    if callable(signal.getsignal(signal.SIGINT)):
+    """Raise KeyboardInterrupt from here on, unless a shell's background job ignores it, or in another thread."""
+    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from specserve.config import (
 from specserve.config import paths as config_paths
 from specserve.config.notes import Notes, log_notes
 from specserve.config.sampling import resolve_sampling
+from specserve.config.sources import exit_code
 from specserve.config.speculation import resolve_speculation
 from specserve.layers.batch import Softmax
 from specserve.methods import JOIN
@@ -867,3 +869,8 @@ def test_without_a_shape_and_not_adaptive(model: str) -> None:
     assert found.speculative_num_draft_tokens == 4
     assert any("--speculative-adaptive is false" in note for note in notes)
     assert resolve(found, LLAMA)[0] == found
+
+
+def test_commands_run_in_threads() -> None:
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(exit_code, lambda: 3).result() == 3
