@@ -39,6 +39,15 @@ def test_stop_string_in_the_first_token(llm: LLM) -> None:
     assert (stopped.text, stopped.finish_reason) == (free.text.split("Par")[0], "stop")
 
 
+def test_an_ignored_end(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is 12 + 30?"}]
+    params = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=ignored) for ignored in (False, True)]
+    ended, goes_on = llm.chat([question] * 2, params)
+    assert (ended.finish_reason, goes_on.finish_reason) == ("stop", "length")
+    assert len(ended.token_ids) < len(goes_on.token_ids) == 64
+    assert goes_on.token_ids[: len(ended.token_ids)] == ended.token_ids
+
+
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_no_step_runs_for_a_request_whose_end_is_certain(overlap: str) -> None:
     """Each launch in flight emits a token at least, so the last needed one is known before it is read."""
