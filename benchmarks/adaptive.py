@@ -281,18 +281,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", type=parse_shape, default=STATIC, help="not set: all")
     parser.add_argument("--rates", help="as --speculative-synthetic-acceptance, by level")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
-    parser.add_argument(
-        "--states-ratio", type=float, help="--mamba-full-memory-ratio: all prompts stay cached"
-    )
+    parser.add_argument("--states-ratio", type=float, help="--mamba-full-memory-ratio, to cache all prompts")
     add_requests(parser)
     args = parse_load(parser)
     drawn = {"speculative_synthetic_acceptance": args.rates, "load_format": args.load_format}
     drawn |= {"mamba_full_memory_ratio": args.states_ratio} if args.states_ratio else {}
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(*sizes, min(args.max_batch, PROMPTS)))
-    prompts = [
-        prompt[:-1] for prompt in prompts
-    ]  # without a whole last page, whose beginning has no snapshot
+    # A prompt whose last page is whole has no snapshot where that page begins.
+    prompts = [prompt[:-1] for prompt in prompts]
 
     def rows() -> Iterator[Figures]:
         with adaptive_llm(args, max(sizes), args.shapes, **drawn) as (llm, policies):

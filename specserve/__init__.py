@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if (
     sys.argv[:1] == ["-m"]
-    and sys.orig_argv[-len(sys.argv)].partition(".")[0].endswith(__name__)
+    and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == __name__
     and callable(signal.getsignal(signal.SIGINT))
 ):  # a command: until its ``main``, Ctrl-C would be raised in imports, some of which swallow it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -35,11 +35,9 @@ def resolve(
     """
     notes: Notes = {}
     settings = _device(settings, has_gpu, notes)
-    for step in (
-        *(_ranks, _load_format, _dtype, _quantization, _attention, _kv_cache, _limits, _states, _pool),
-        *(_execution, _deterministic),
-        *(resolve_speculation, resolve_slowdown, resolve_synthetic, resolve_token_map),
-    ):
+    target = _ranks, _load_format, _dtype, _quantization, _attention, _kv_cache, _limits, _states, _pool
+    drafts = resolve_speculation, resolve_slowdown, resolve_synthetic, resolve_token_map
+    for step in (*target, _execution, _deterministic, *drafts):
         settings = step(settings, model_config, notes)
     return settings, notes
 
