@@ -281,7 +281,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", type=parse_shape, default=STATIC, help="not set: all")
     parser.add_argument("--rates", help="as --speculative-synthetic-acceptance, by level")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
-    parser.add_argument("--states-ratio", type=float, help="--mamba-full-memory-ratio, to cache all prompts")
+    words = "--mamba-full-memory-ratio, to cache all prompts: more than two snapshots for each"
+    parser.add_argument("--states-ratio", type=float, help=words)
     add_requests(parser)
     args = parse_load(parser)
     drawn = {"speculative_synthetic_acceptance": args.rates, "load_format": args.load_format}

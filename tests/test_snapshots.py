@@ -238,6 +238,23 @@ def test_answers_make_room_for_what_follows(length: int, target: Path) -> None:
     assert [engines.cached([*system, *text(3)]) for _ in range(2)] == [[16], [16]]
 
 
+@pytest.mark.parametrize("length", [22, 170])
+def test_prompts_that_come_again(length: int, target: Path) -> None:
+    """Their answers, which differ, leave them the snapshots at their ends. A chat's last answer does not, though what
+    is said next is shorter than a page."""
+    engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + 6)
+    prompts, whole = [text(length) for _ in range(2)], length // PAGE * PAGE
+    assert [engines.cached(prompt, tokens=1) for prompt in prompts] == [[0], [0]]
+    for tokens in range(8, 33, 6):
+        assert [engines.cached(prompt, tokens=tokens) for prompt in prompts] == [[whole]] * 2
+    engines = Engines(target, page_size=8, max_running_requests=1, max_mamba_cache_size=1 + 4)
+    other, chat = text(20), text(18)
+    engines.answers(other)
+    for _ in range(5):
+        chat += [*engines.answers(chat, tokens=7)[0].tokens, 3]
+    assert engines.cached(other) == [16]
+
+
 def test_long_prompts_leave_chats_their_ends(target: Path) -> None:
     """What prompts keep on the way makes room first, but for the last of it, which serves texts that leave them."""
     engines = Engines(target, max_running_requests=1, max_mamba_cache_size=1 + 16)

@@ -160,12 +160,20 @@ class RadixCache:
             self._end_at(parent)  # where sequences can go on when the leaf has been evicted
         return self.find(keys)
 
-    def keep(self, keys: list[Key], replaces: int = 0, answer: bool = False, passing: bool = False) -> int:
+    def keep(
+        self,
+        keys: list[Key],
+        replaces: int = 0,
+        answer: bool = False,
+        passing: bool = False,
+        again: bool = False,
+    ) -> int:
         """Return the number of a new snapshot after pages that are cached; 0 if there is one. That of the first
-        ``replaces`` tokens and those since then make room before all others, but where several sequences go on. Then
-        go those in ``passing``, which serve only texts that leave this one there, while they are more than a quarter,
-        and then the one used least recently. If the prompt left the chat's last ``answer``, as one without its thoughts
-        does, the next will leave this one: only free room takes its snapshot, and the last one before it stays."""
+        ``replaces`` tokens and those since then make room before all others, but where several sequences go on or, if
+        its prompt came ``again``, no answer has ended. Then go those in ``passing``, which serve only texts that leave
+        this one there, while they are more than a quarter, and then the one used least recently. If the prompt left the
+        chat's last ``answer``, as one without its thoughts does, the next will leave this one: only free room takes its
+        snapshot, and the last one before it stays."""
         *path, (node, matched) = self._walk(keys)
         if matched < len(node.keys):
             node = self._split(node, matched)
@@ -180,7 +188,8 @@ class RadixCache:
             end += len(above.keys) * self._page_size
             left = 0 if below.answer else above.answers
             leaves = left > 0 or (leaves and not above.answer)
-            if end >= replaces > 0 and above.state and left == len(above.children) - 1:
+            alone = left == len(above.children) - 1 and (above.answer or not again)
+            if end >= replaces > 0 and above.state and alone:
                 fewer.append(above)
             if leaves and below.answer:
                 del fewer[-1:]

@@ -107,12 +107,14 @@ class Memory:
         ``ends``; 0 otherwise. Its pages have just been remembered."""
         if self.cache is None or self._snapshots is None:
             return 0
-        end = request.remembered * self.page_size
+        end, asked = request.remembered * self.page_size, len(request.prompt)
         exact = len(request.stop_ids) <= STOPS and self._snapshots.serves(request.computed, end)
         if not end or not (exact if ends else request.prefilled in request.points):
             return 0
         keys, passing = request.keys[: request.remembered], not ends and request.points[request.prefilled]
-        return self.cache.keep(keys, request.cached_tokens or 0, ends, passing)
+        # Within the page in which its prompt ends, an answer is none.
+        answer, again = ends and end >= asked, ends and request.known + self.page_size >= asked
+        return self.cache.keep(keys, request.cached_tokens or 0, answer, passing, again)
 
     @property
     def available(self) -> int:
