@@ -110,10 +110,6 @@ class Drafter(SlotState):
     continuation: int = 0
     sources: tuple[str, ...] = ()
 
-    def scratch(self, shape: StepShape) -> int:
-        """Return how many positions of a slot, from the root's on, proposing may write: at most ``shape.reserve``."""
-        return 0
-
     def set_rows(self, rows_R: Tensor) -> None:
         """Score only these rows of its head from the next step on: int64 on the device, chosen by ``dynamic_map``.
         Changes tensors in place and does not synchronize."""
@@ -124,7 +120,8 @@ class Drafter(SlotState):
         raise AssertionError("it follows no continuations")
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        """Return candidates of at most ``shape.depth`` levels for every slot, with tensor shapes fixed by ``shape``."""
+        """Return candidates of at most ``shape.depth`` levels for every slot, with tensor shapes fixed by ``shape``.
+        May write ``shape.reserve`` positions of a slot, from the root's on."""
         raise AssertionError("a step of draft levels needs a drafter")
 
     def observe(self, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:

@@ -16,7 +16,6 @@ from benchmarks.lossless import Models, make_items
 from specserve import SamplingParams
 from specserve.config.paths import resolve_paths
 from specserve.config.settings import Settings
-from specserve.speculation.shape import StepShape
 from tests.engines import Shape, answer_all, context_of, record_drafts
 from tests.matrix import check_matrix, prompts
 from tests.ranks import ranks_in_threads
@@ -93,8 +92,7 @@ def test_an_assistant_that_fits_is_accepted(kind: str, agreeing: Models) -> None
     scheduler = scheduler_of(METHOD, agreeing.target, draft, (3, 1, 4), speculative_draft_quantization=kind)
     (answer,) = answer_all(scheduler, [([3, 9, 14, 2], params)])
     assert answer.usage.accepted / answer.usage.steps > 0.5
-    context = context_of(scheduler)
-    assert (len(context.pool.layers), context.drafter.scratch(StepShape.plain(1))) == (3, 0), "no cache"
+    assert len(context_of(scheduler).pool.layers) == 3, "no cache"
 
 
 def test_ranks_share_an_assistant_like_its_target(agreeing: Models) -> None:

@@ -58,9 +58,6 @@ class BlockDrafter(Drafter):
     def allocate(self, rows: int, device: torch.device) -> None:
         self._deferred = Deferred(rows, *self._sizes, self._head.dtype, device)
 
-    def scratch(self, shape: StepShape) -> int:
-        return self._head.config.block_size
-
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens."""
         past_TH = self._head.past(states.tapped)

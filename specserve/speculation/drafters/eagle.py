@@ -90,10 +90,6 @@ class EagleDrafter(Drafter):
     def allocate(self, rows: int, device: torch.device) -> None:
         self._deferred = Deferred(rows, *self._sizes, self.head.dtype, device)
 
-    def scratch(self, shape: StepShape) -> int:
-        """The root's entry, then those of each level but the last."""
-        return 1 + max(shape.levels - 1, 0) * shape.branching
-
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens and of the token that follows, each with the feature of the token
         before it; a run's first token takes the slot's feature. The token at position 0 has no entry."""

@@ -41,10 +41,6 @@ class HydraDrafter(EagleDrafter):
         super().__init__(name, head, target, Vocabulary(None))
         self._heads = heads
 
-    def scratch(self, shape: StepShape) -> int:
-        """Return 1, for the root's entry."""
-        return 1
-
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         path_NX: Tensor
 

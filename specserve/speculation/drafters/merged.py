@@ -57,9 +57,6 @@ class MergedDrafter(Drafter):
         for drafter in (self._model, self._lookup):
             drafter.admit(rows_N)
 
-    def scratch(self, shape: StepShape) -> int:
-        return self._model.scratch(shape)
-
     def set_rows(self, rows_R: Tensor) -> None:
         self._model.set_rows(rows_R)
 

@@ -64,10 +64,6 @@ class PEagleDrafter(WindowDrafter):
         super().allocate(rows, device)
         self._deferred = Deferred(rows, *self._sizes, self.head.dtype, device)
 
-    def scratch(self, shape: StepShape) -> int:
-        """Return the number of entries: the root's, then one for each mask."""
-        return max(shape.levels, 1)
-
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens, and again those of the last tokens before them. The token that
         follows is left to the next step."""

@@ -56,9 +56,5 @@ class PardDrafter(StandaloneDrafter):
         drafter.mask = mask
         return drafter
 
-    def scratch(self, shape: StepShape) -> int:
-        """Return the number of entries: the root's, then one for each mask."""
-        return max(shape.levels, 1)
-
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return self._propose_levels(context, view, shape, sampling, self.mask)

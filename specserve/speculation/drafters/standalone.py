@@ -78,10 +78,6 @@ class StandaloneDrafter(WindowDrafter):
         pack_linears(model)
         return cls(draft.name, model, target.config.kv_layers, shared, size)
 
-    def scratch(self, shape: StepShape) -> int:
-        """Return the number of entries: the root's, then those of each level but the last."""
-        return 1 + max(shape.levels - 1, 0) * shape.branching
-
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Run the prompts' tokens; the token that follows is left to the next step."""
         attend = self._attend(context, prompts.plan, view.slots, prompts.place_T)
