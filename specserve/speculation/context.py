@@ -67,9 +67,24 @@ class PromptTokens:
     plan: Plan
 
 
-class SlotState:
-    """What a model keeps on the device for each slot between steps; here nothing. Prefill and each step advance it by
-    the accepted tokens alone, so that no rejected node leaves a trace in it."""
+class Drafter:
+    """Proposes continuations. No proposal can change the text. This one never drafts; others override what they need.
+    What it keeps on the device for each slot, prefill and each step advance by the accepted tokens alone, so that no
+    rejected node leaves a trace in it.
+
+    ``kv``: its layers in the pool, after the target's. ``vocab_size``: number of tokens that it can propose.
+    ``dynamic_map``: the dynamic token map that changes these tokens while serving. ``continuation``: longest
+    continuation, in tokens, that the host looks up for a slot. ``sources``: drafters that share its trees and are
+    measured separately.
+    """
+
+    name: str = ""
+    needs = DrafterNeeds()
+    kv: Sequence[KVSpec] = ()
+    vocab_size: int = 0
+    dynamic_map: DynamicMap | None = None
+    continuation: int = 0
+    sources: tuple[str, ...] = ()
 
     def allocate(self, rows: int, device: torch.device) -> None:
         """Make the tables, one row a slot and the last for padding. Captured steps read them by address."""
@@ -91,24 +106,6 @@ class SlotState:
         """Process what steps without drafts have left of the batch's slots. Comes before they draft, before more than
         ``needs.deferred`` tokens are left, and after a slot is given up whose pages stay cached, before a launch."""
         raise AssertionError("it leaves nothing")
-
-
-class Drafter(SlotState):
-    """Proposes continuations. No proposal can change the text. This one never drafts; others override what they need.
-
-    ``kv``: its layers in the pool, after the target's. ``vocab_size``: number of tokens that it can propose.
-    ``dynamic_map``: the dynamic token map that changes these tokens while serving. ``continuation``: longest
-    continuation, in tokens, that the host looks up for a slot. ``sources``: drafters that share its trees and are
-    measured separately.
-    """
-
-    name: str = ""
-    needs = DrafterNeeds()
-    kv: Sequence[KVSpec] = ()
-    vocab_size: int = 0
-    dynamic_map: DynamicMap | None = None
-    continuation: int = 0
-    sources: tuple[str, ...] = ()
 
     def set_rows(self, rows_R: Tensor) -> None:
         """Score only these rows of its head from the next step on: int64 on the device, chosen by ``dynamic_map``.
