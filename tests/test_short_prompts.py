@@ -13,7 +13,7 @@ from specserve_kernels import MAX_NODES
 from specserve.core import SamplingParams
 from specserve.engine.commands import Admit, Prefill, Row
 from specserve.engine.graphs import Graphs
-from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for, sizes_within
+from specserve.engine.prompts import PROMPT_SIZES, PromptSize, short_prefill, size_for, sizes_within
 from specserve.engine.runner import Runner
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -46,9 +46,9 @@ class Eager:
     def __init__(self, context: Context, size: PromptSize, ran: Counter[PromptSize]) -> None:
         self._context, self._size, self._ran = context, size, ran
 
-    def replay(self, runs: Sequence[Run], dummy: int, words_BW: None) -> PrefillResult:
+    def replay(self, rows: Sequence[Row], dummy: int, words_BW: None) -> PrefillResult:
         self._ran[self._size] += 1
-        result = short_prefill(self._context, self._size, torch.tensor(self._size.pack(runs, dummy)))
+        result = short_prefill(self._context, self._size, torch.tensor(self._size.pack(rows, dummy)))
         assert self._context.state.slots.length[dummy] == 1
         return result
 
@@ -172,9 +172,13 @@ def test_what_fits() -> None:
     assert sizes_within(2050, 512)[-1] == PromptSize(16, 512, longest=512)
 
 
+def run(slot: int, tokens: Sequence[int], final: bool = True) -> Row:
+    return Row(slot, SamplingParams(), len(tokens), tokens, final)
+
+
 def test_padding_takes_what_is_left() -> None:
     size = PromptSize(3, 12, longest=5)
-    packed = size.pack([Run(5, [7, 8, 9], final=True), Run(2, [4], final=False)], dummy=6)
+    packed = size.pack([run(5, [7, 8, 9]), run(2, [4], final=False)], dummy=6)
     rows_B, chunks = size.unpack(torch.tensor(packed))
     assert rows_B.tolist() == [5, 2, 6, 6, 6, 6]
     assert chunks.final_B.tolist() == [True, *[False] * 5]
@@ -186,7 +190,7 @@ def test_padding_takes_what_is_left() -> None:
 
 def test_padding_is_empty_where_nothing_is_left() -> None:
     size = PromptSize(2, 4, longest=4)
-    chunks = size.unpack(torch.tensor(size.pack([Run(5, [7, 8, 9, 4], final=True)], dummy=6)))[1]
+    chunks = size.unpack(torch.tensor(size.pack([run(5, [7, 8, 9, 4])], dummy=6)))[1]
     assert chunks.q_start.tolist() == [0, 4, 4, 4]
     assert chunks.slot_T.tolist() == [0] * 4
     assert chunks.longest == 4
@@ -197,7 +201,7 @@ def test_runs_fit_and_only_the_last_are_empty(size: PromptSize) -> None:
     """From no prompt at all, as at capture, to as many as fit, short and long."""
     for runs in range(size.runs + 1):
         for tokens in {1, min(size.longest, size.tokens // max(runs, 1))}:
-            packed = size.pack([Run(0, [5] * tokens, final=True)] * runs, dummy=1)
+            packed = size.pack([run(0, [5] * tokens)] * runs, dummy=1)
             starts = size.unpack(torch.tensor(packed))[1].q_start
             counts = starts.diff()
             assert len(counts) < size.tokens, "this many nodes are one for each"

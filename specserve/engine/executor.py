@@ -20,7 +20,7 @@ from specserve.engine.commands import Command, Row
 from specserve.engine.graphs import Graphs
 from specserve.engine.launch import NO_ENDS, Launch
 from specserve.engine.profile import Stopwatch, eager_seconds, replay_seconds
-from specserve.engine.prompts import Run, size_for
+from specserve.engine.prompts import size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, ScoredTokens, prefill
@@ -156,8 +156,7 @@ class Executor:
         size = size_for([len(row.tokens) for row in rows], list(self.graphs.prompts))
         if size is None or any(row.scored for row in rows):
             return None
-        runs = [Run(row.slot, row.tokens, row.final) for row in rows]
-        return self.graphs.prompts[size].replay(runs, self.context.state.dummy, command.words)
+        return self.graphs.prompts[size].replay(rows, self.context.state.dummy, command.words)
 
     def _run_prompts(self, command: commands.Prefill) -> PrefillResult:
         rows = command.rows

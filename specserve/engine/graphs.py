@@ -22,8 +22,9 @@ from specserve_kernels import Tree
 from torch import OutOfMemoryError, Tensor
 from tqdm import tqdm
 
+from specserve.engine.commands import Row
 from specserve.engine.kernels import WATCH
-from specserve.engine.prompts import PromptSize, Run, short_prefill
+from specserve.engine.prompts import PromptSize, short_prefill
 from specserve.layers.ranks import ONE, Ranks
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PrefillResult
@@ -105,9 +106,9 @@ class PromptGraph:
     result: PrefillResult
     masked: list[int] = field(default_factory=list)
 
-    def replay(self, runs: Sequence[Run], dummy: int, words_BW: Tensor | None = None) -> PrefillResult:
-        """``words_BW``: on the host, of the runs."""
-        packed = torch.tensor(self.size.pack(runs, dummy), pin_memory=self.numbers.is_cuda)
+    def replay(self, rows: Sequence[Row], dummy: int, words_BW: Tensor | None = None) -> PrefillResult:
+        """``words_BW``: on the host, of the rows."""
+        packed = torch.tensor(self.size.pack(rows, dummy), pin_memory=self.numbers.is_cuda)
         self.numbers.copy_(packed, non_blocking=True)
         if self.masked:
             self.words_BW[: self.masked.pop()] = -1

@@ -16,18 +16,10 @@ from itertools import accumulate
 from specserve_kernels import MAX_NODES
 from torch import Tensor
 
+from specserve.engine.commands import Row
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PrefillResult, PromptChunks, prefill
 from specserve.speculation.state import Needs
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A request's part in a launch: its row, its tokens, and whether a token is chosen after them."""
-
-    row: int
-    tokens: Sequence[int]
-    final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +40,19 @@ class PromptSize:
         """Return whether runs of this many tokens fit."""
         return len(counts) <= self.runs and sum(counts) <= self.tokens and max(counts) <= self.longest
 
-    def pack(self, runs: Sequence[Run], dummy: int) -> list[int]:
-        """Return rows ``[B]``, final flags ``[B]``, starts ``[B + 1]``, each token's run ``[T]`` and ids ``[T]``, in
+    def pack(self, rows: Sequence[Row], dummy: int) -> list[int]:
+        """Return slots ``[B]``, final flags ``[B]``, starts ``[B + 1]``, each token's run ``[T]`` and ids ``[T]``, in
         one list."""
-        missing = self.all_runs - len(runs)
-        tokens = [token for run in runs for token in run.tokens]
+        missing = self.all_runs - len(rows)
+        tokens = [token for row in rows for token in row.tokens]
         left = self.tokens - len(tokens)
-        counts = [len(run.tokens) for run in runs]
+        counts = [len(row.tokens) for row in rows]
         counts += [max(0, min(self.longest, left - index * self.longest)) for index in range(missing)]
-        rows = [run.row for run in runs] + [dummy] * missing
-        final = [int(run.final) for run in runs] + [0] * missing
+        slots = [row.slot for row in rows] + [dummy] * missing
+        final = [int(row.final) for row in rows] + [0] * missing
         starts = list(accumulate(counts, initial=0))
         owners = [index for index, count in enumerate(counts) for _ in range(count)]
-        return [*rows, *final, *starts, *owners, *tokens, *[0] * left]
+        return [*slots, *final, *starts, *owners, *tokens, *[0] * left]
 
     def unpack(self, numbers: Tensor) -> tuple[Tensor, PromptChunks]:
         """Return the rows and the launch, as views of what ``pack`` returned."""
