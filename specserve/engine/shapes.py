@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from specserve_kernels import tree_pool_size
 
 from specserve.methods import ANY, MOST_COPIED, Drafts
 from specserve.speculation.control.acceptance import StepOutcome
-from specserve.speculation.control.adaptive import Batch
-from specserve.speculation.control.cost import CostModel
+from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.shape import StepShape
 
 MAX_STEP_NODES = 512  # with 128k tokens of vocabulary, the logits of this many nodes are 131 MB in bf16
@@ -36,23 +35,6 @@ def step_shape(slots: int, speculation: Speculation | None, drafting: int, draft
     copied = min(tokens - 1, MOST_COPIED) if drafts.copies == "some" else 0
     nodes = min(slots + drafting * (tokens - 1), MAX_STEP_NODES)
     return StepShape(slots, nodes, steps, topk, copied, drafts.block)
-
-
-class ShapePolicy(Protocol):
-    """Chooses shapes, and learns from their results: ``StaticShapes``, or ``control.adaptive.Controller``."""
-
-    @property
-    def cost(self) -> CostModel | None:
-        """The measured cost of steps, if any."""
-        ...
-
-    def choose(self, batch: Batch) -> StepShape: ...
-
-    def plain(self, slots: int) -> StepShape:
-        """Return the shape without drafts, for when memory is short."""
-        ...
-
-    def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +70,15 @@ class StaticShapes:
         return step_shape(size, self.speculation, drafting, self.drafts)
 
     def plain(self, slots: int) -> StepShape:
+        """Return the shape without drafts, for when memory is short."""
         return StepShape.plain(self.padding.size(slots))
 
     def observe(self, shape: StepShape, batch: Batch, outcome: StepOutcome, seconds: float) -> None:
         """Do nothing: the shape is fixed."""
 
 
+ShapePolicy = StaticShapes | Controller
+"""Chooses shapes, and learns from their results."""
 _CHAINS: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6))
 _CANDIDATES: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (4, (*_CHAINS, (8, 1, 9), (4, 4, 16), (5, 8, 32), (8, 4, 32))),

@@ -6,44 +6,18 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Protocol
 
 import torch
 from specserve_kernels import KVScales
 from torch import Tensor
 
 
-class KVSpec(Protocol):
-    """One layer's cache layout. Equal specs of neighbouring layers share a tensor. ``window``: the tokens that
-    attention sees, the own one included; None: all."""
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def token_bytes(self) -> int:
-        """Memory of one token."""
-        ...
-
-    @property
-    def scales(self) -> KVScales | None:
-        """The FP8 scales, None if the cache is stored in the dtype of computation."""
-        ...
-
-    def in_fp8(self, scales: KVScales) -> KVSpec:
-        """Return the same spec, stored as float8_e4m3fn."""
-        ...
-
-    def view(self, bytes_LPX: Tensor, page_size: int) -> Tensor:
-        """View each layer's bytes of each page as ``[layers, pages, parts, page size, ...]``: each part of a page holds
-        one row a token."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class HeadKV:
     """Keys and values of every KV head (multi-head, grouped-query and multi-query attention):
-    ``[layers, pages, (k, v), page size, kv heads, head size]``."""
+    ``[layers, pages, (k, v), page size, kv heads, head size]``. Equal specs of neighbouring layers share a tensor.
+    ``scales`` None: the cache is stored in the dtype of computation. ``window``: the tokens that attention sees, the
+    own one included; None: all."""
 
     num_kv_heads: int
     head_dim: int
@@ -57,12 +31,16 @@ class HeadKV:
 
     @property
     def token_bytes(self) -> int:
+        """Memory of one token."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def in_fp8(self, scales: KVScales) -> HeadKV:
+        """Return the same spec, stored as float8_e4m3fn."""
         return replace(self, dtype=torch.float8_e4m3fn, scales=scales)
 
     def view(self, bytes_LPX: Tensor, page_size: int) -> Tensor:
+        """View each layer's bytes of each page as ``[layers, pages, parts, page size, ...]``: each part of a page holds
+        one row a token."""
         own_LPX = bytes_LPX[..., : self.token_bytes * page_size].view(self.dtype)
         return own_LPX.view(*own_LPX.shape[:2], 2, page_size, self.num_kv_heads, self.head_dim)
 
@@ -94,6 +72,7 @@ class LatentKV:
         return own_LPX.view(*own_LPX.shape[:2], 1, page_size, self.rank + self.rope_size)
 
 
+KVSpec = HeadKV | LatentKV
 BLOCK = 32
 """Tokens by which a state lags at least, and most nodes on a path of a tree."""
 MOST_LEVELS = BLOCK - 1

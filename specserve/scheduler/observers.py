@@ -7,11 +7,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Protocol
 
 from specserve.engine.commands import SetContinuations, SetDraftRows, SetDraftTemperatures
 from specserve.engine.runner import Runner
 from specserve.scheduler.request import Request
+from specserve.speculation.datastore import Datastore
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.earlier_answers import MOST_MATCHED, AnswerIndex
 from specserve.speculation.state import Continuation
@@ -167,19 +167,12 @@ class _Followed:
         return False
 
 
-class Texts(Protocol):
-    def find(self, tenant: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Return up to ``most`` tokens that followed the longest match of the text's end among the tenant's texts, and
-        the match's length; nothing and 0 without a match. Only the last 16 tokens of the text are read."""
-        ...
-
-
 class ContinuationObserver(Observer):
     """Sends the device a continuation of each running text: what followed the longest match in other texts. A new one
     is sent when the text diverges from it or has used half of it, and less often if the text keeps diverging at the
     first token."""
 
-    def __init__(self, texts: Texts, runner: Runner, longest: int) -> None:
+    def __init__(self, texts: AnswerIndex | Datastore, runner: Runner, longest: int) -> None:
         self._texts = texts
         self._runner = runner
         self._longest = longest

@@ -11,7 +11,6 @@ given), A path tokens, C candidates a row, D positions ahead, W words of 32 toke
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from specserve_kernels import Level, Tree, add_bias, gumbel_noise, penalize, perturb, runs_triton, truncate
@@ -53,46 +52,12 @@ def hold(logits_NV: Tensor, words_NW: Tensor) -> Tensor:
     return logits_NV.masked_fill(held_NV, -torch.inf)
 
 
-class Sampling(Protocol):
-    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
-        """Return the target's token after each node; ties go to the lowest id."""
-        ...
-
-    def candidates(
-        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
-        scores, those that the target's choice will use but for the temperature."""
-        ...
-
-
 def open_sampling(state: DecodeState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs) -> Sampling:
     """Return the sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
     table = state.sampling
     if runs_triton([table.temperature]):
         return TritonSampling(table)
     return TorchSampling.of(table, rows_B, length_B, ahead, needs)
-
-
-@dataclass(frozen=True, slots=True)
-class TritonSampling:
-    """Fused kernels that read each row's parameters on the device, so that one graph serves any mix of requests."""
-
-    table: SamplingState
-
-    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
-        from specserve_kernels.ops.sampling.sampling import choose_tokens
-
-        return choose_tokens(logits_NV, choices.rows_N, choices.position_N, choices.path_NA, self.table)
-
-    def candidates(
-        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
-    ) -> tuple[Tensor, Tensor]:
-        from specserve_kernels.ops.sampling.sampling import draft_candidates
-
-        nodes = choices.rows_N, choices.position_N, choices.path_NA
-        ids = () if vocab is None else (vocab.ids, vocab.inverse)
-        return draft_candidates(logits_NV, *nodes, _of_drafts(self.table), count, *ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +81,14 @@ class TorchSampling:
         return cls(table, needs, length_B, noise_BDV)
 
     def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        """Return the target's token after each node; ties go to the lowest id."""
         return best(score(logits_NV, choices, self._noise(choices, None), self.table, self.needs))
 
     def candidates(
         self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
     ) -> tuple[Tensor, Tensor]:
+        """Return each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
+        scores, those that the target's choice will use but for the temperature."""
         noise_NV = self._noise(choices, vocab)
         scores_NV = score(logits_NV, choices, noise_NV, _of_drafts(self.table), self.needs, vocab)
         top = scores_NV.log_softmax(-1).topk(count, dim=-1)
@@ -136,6 +104,31 @@ class TorchSampling:
         slot_N = slot_N.clamp(max=slots - 1)
         noise_NV = self.noise_BDV[slot_N, choices.position_N - self.length_B[slot_N]]
         return noise_NV if vocab is None else noise_NV[:, vocab.ids]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSampling:
+    """The same in fused kernels that read each row's parameters on the device, so that one graph serves any mix of
+    requests."""
+
+    table: SamplingState
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        from specserve_kernels.ops.sampling.sampling import choose_tokens
+
+        return choose_tokens(logits_NV, choices.rows_N, choices.position_N, choices.path_NA, self.table)
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        from specserve_kernels.ops.sampling.sampling import draft_candidates
+
+        nodes = choices.rows_N, choices.position_N, choices.path_NA
+        ids = () if vocab is None else (vocab.ids, vocab.inverse)
+        return draft_candidates(logits_NV, *nodes, _of_drafts(self.table), count, *ids)
+
+
+Sampling = TorchSampling | TritonSampling
 
 
 def _of_drafts(table: SamplingState) -> SamplingState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from specserve_kernels import on_gpu
@@ -76,16 +76,6 @@ def _integers(file: Path, found: Any) -> list[int]:
     return list(found)
 
 
-class PickedRows(Protocol):
-    """A head of R rows of another head; the rows can be exchanged between steps."""
-
-    def __call__(self, states_NH: Tensor) -> Tensor: ...
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        """Score by these rows from now on: int64 on the head's device, the same number as before."""
-        ...
-
-
 class IndexedHead(nn.Module):
     """The rows ``ids_R`` of another module's head, read in place: changing the ids copies no weights."""
 
@@ -99,7 +89,8 @@ class IndexedHead(nn.Module):
         return self._lm_head.module.outputs_at(self.ids_R, states_NH)
 
     def set_rows(self, rows_R: Tensor) -> None:
-        """Write to the same buffer, because captured steps read it by its address."""
+        """Score by these rows from now on: int64 on the head's device, as many as before. Written to the same buffer,
+        because captured steps read it by its address."""
         self.ids_R.copy_(rows_R)
 
 
@@ -141,6 +132,9 @@ class SharedRows(nn.Module):
                 own.copy_(new)
 
 
+PickedRows = IndexedHead | CopiedRows | SharedRows
+
+
 def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
     """Make ``head`` score only the tokens ``ids_R``. Raises ValueError unless it uses the target's ``lm_head``."""
     if head._lm_head is None or head._lm_head.module is not lm_head:
@@ -176,7 +170,7 @@ def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
     return picked
 
 
-def picked_rows(lm_head: Projection, rows_R: Tensor) -> IndexedHead | CopiedRows | SharedRows:
+def picked_rows(lm_head: Projection, rows_R: Tensor) -> PickedRows:
     if not on_gpu(lm_head.device):
         return CopiedRows(lm_head, rows_R)
     return SharedRows(lm_head, rows_R) if isinstance(lm_head, SharedHead) else IndexedHead(lm_head, rows_R)
