@@ -78,14 +78,11 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: Gate = None, bias_O: Tens
 
 
 def launch_config(outputs: int, limits: Limits) -> LaunchConfig | None:
-    """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200. With less shared memory, there are
-    fewer stages; None if not even two fit. A multiprocessor with few programs needs more of the weight in flight in
-    each."""
-    programs = cdiv(outputs, FEW_OUTPUTS)
-    if programs <= limits.processors:
-        step, most = 512, 4
-    else:
-        step, most = 128, 5 if programs <= 2 * limits.processors else 3
+    """Choose the launch, from sweeps over the layers of Llama-3.1-8B and Qwen3.5-9B on an H200. With less shared
+    memory, there are fewer stages; None if not even two fit. A multiprocessor with few programs needs more of the
+    weight in flight in each."""
+    each = cdiv(cdiv(outputs, FEW_OUTPUTS), limits.processors)
+    step, most = {1: (512, 4), 2: (128, 5), 3: (128, 4)}.get(each, (128, 3))
     one = (FEW_TOKENS + FEW_OUTPUTS) * step * 2  # bytes of a stage; the last one is not held
     stages = min(most, limits.shared_bytes // one + 1)
     return LaunchConfig(FEW_TOKENS, FEW_OUTPUTS, step, stages, 4) if stages > 1 else None
