@@ -29,13 +29,8 @@ def word_boxes(each_WON: Tensor) -> TensorDescriptor:
 @gluon.jit
 def begin_after_last():
     """``take_turn`` of ``ops/pdl.py``, whose functions are not Gluon's."""
-    wait_for_last()
-    _issue("griddepcontrol.launch_dependents; // dummy $0")
-
-
-@gluon.jit
-def wait_for_last():
     _issue("griddepcontrol.wait; // dummy $0")
+    _issue("griddepcontrol.launch_dependents; // dummy $0")
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from specserve_kernels.ops.device import capability_of
-from specserve_kernels.ops.linear.hopper import barrier, wait_for_last
+from specserve_kernels.ops.linear.hopper import barrier, begin_after_last
 from specserve_kernels.ops.pdl import INTERPRETED, load_settled, overlap
 from specserve_kernels.reference.recurrent.delta_rule import DeltaInputs, Lagged, Runs
 
@@ -266,7 +266,7 @@ def _steps_kernel(
         from_NR = (back + token_R * _E)[None, :] + distance_NR
         seen_NR = seen_NR & (load_settled(from_NR, seen_NR, -1) == token_N[:, None])
     if OVERLAP:
-        wait_for_last()
+        begin_after_last()
 
     at_R, there_R, node_R = _rows(run, position_ptr, N, R, 0, _FMA)[:3]
     out_X = _indices(_SIZE, 1, _FMA)
