@@ -319,4 +319,4 @@ def _add_rms_norm_kernel(
     if GROUPED:
         store_rounded(out, values_ptr + t * values_stride, unit_ptr + t, tokens, H)
     elif values_ptr is not None:
-        store_rounded_row(out, h, h < H, values_ptr, unit_ptr, t, values_stride)
+        store_rounded_row(out, tl.max_contiguous(h, 8), h < H, values_ptr, unit_ptr, t, values_stride)
