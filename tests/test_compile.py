@@ -128,7 +128,7 @@ for flags in json.loads(sys.argv[1]):
     print(*set(asked))
     asked.clear()
     plan = compile.shape_plan(config)
-    context = compile.create_shapes(config, plan, compile.shape_peers(config))
+    context = compile.create_shapes(config)
     with compile.torch.inference_mode():
         for prompts, start, tokens in product((1, 3, 17, 33, 64, 65, 300), (0, 5), (1, 3, 16, 31, 61)):
             if prompts <= config.max_running_requests and prompts * tokens <= config.longest_launch:

@@ -20,7 +20,7 @@ from specserve.engine.executor import Executor
 from specserve.engine.memory import DeviceMemory, count_bytes
 from specserve.kv import states
 from specserve.kv.spec import DeltaState
-from specserve.process.assemble import create_shapes, resolve_engine, shape_plan
+from specserve.process.assemble import create_shapes, resolve_engine
 from specserve.scheduler import memory, points, prompt_chunk, scheduler
 from specserve.scheduler.points import Snapshots
 from tests.engines import Answer, Client, answer_all, context_of, make_scheduler, shaped
@@ -348,7 +348,7 @@ def test_by_default_states_take_half_of_what_weights_leave(
     path = make_qwen3_5(tmp_path, state_size=16)
     given = make_settings(model_path=str(path), skip_tokenizer_init=True, mem_fraction_static=0.5)
     alone = resolve_engine(replace(given, max_running_requests=1), has_gpu=True)[2]
-    context = create_shapes(alone, shape_plan(alone))
+    context = create_shapes(alone)
     assert context.states is not None
     weights, state = count_bytes([context.target], set()), context.states.nbytes // 2
 

@@ -54,7 +54,7 @@ from specserve.kv.states import States
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import FP8_CAPABILITY
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
-from specserve.layers.ranks import ONE, Peers, Ranks
+from specserve.layers.ranks import ONE, Ranks
 from specserve.messages import EngineInfo
 from specserve.models import read_config
 from specserve.models.base import TargetModel
@@ -153,7 +153,7 @@ def _fitting_requests(
     level = package.level
     package.setLevel(logging.ERROR)  # what loads it says the same
     try:
-        context = create_shapes(config, shape_plan(config))
+        context = create_shapes(config, launches=False)
     except ValueError:
         return MAX_COUNT
     finally:
@@ -371,7 +371,9 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     """Create target, or a rank's part of it, draft, pool and state on the device."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     check_fp8(config)
-    positions = slot_positions(config, plan)
+    # Of a slot: a context, what steps may write past it, and the rest of the last pages.
+    whole = max(config.page_size, LANES)
+    positions = -(-(config.context_length + plan.margin) // whole) * whole
     phase.enter("reading the model's weights")
     kept = _kept(config, config.model.on(ranks).kv(dtype), config.model_path, "target")
     scales = [spec.scales for spec in kept]
@@ -435,10 +437,13 @@ def fitting(config: EngineConfig, pool: PoolConfig, pages: int, states: States) 
     return min(max(fit, 1), pages)
 
 
-def create_shapes(config: EngineConfig, plan: ShapePlan, peers: Peers | None = None) -> Context:
-    """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page."""
+def create_shapes(config: EngineConfig, launches: bool = True) -> Context:
+    """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page. ``launches``:
+    what ranks exchange by can be launched, for which Triton is needed."""
     shapes = replace(config, device="meta", max_total_tokens=config.page_size)
-    return create_context(shapes, plan, config.place(0, peers))
+    several = launches and config.tensor_parallel_size > 1
+    peers = gpu_peers.ShapePeers(config.tensor_parallel_size) if several else None
+    return create_context(shapes, shape_plan(config), config.place(0, peers))
 
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:
@@ -455,12 +460,6 @@ def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str)
     scaled = sum(each is not None for each in scales)
     log.info("%s: FP8 KV cache, %d of %d layers with scales in the checkpoint", whose, scaled, len(scales))
     return [spec.in_fp8(each or KVScales()) for spec, each in zip(specs, scales, strict=True)]
-
-
-def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
-    """Return the positions of one slot: a context, what steps may write past it, and the rest of the last pages."""
-    whole = max(config.page_size, LANES)
-    return -(-(config.context_length + plan.margin) // whole) * whole
 
 
 def what_states_take(size: int) -> str:

@@ -43,7 +43,6 @@ from specserve.models.base import TargetModel
 from specserve.models.checkpoint import DTYPES
 from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import create_shapes, shape_plan
-from specserve.process.gpu_peers import ShapePeers
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PromptChunks, ScoredTokens, prefill
 from specserve.speculation.shape import StepShape
@@ -141,8 +140,7 @@ def compile_all(job: CompileJob) -> list[Variant]:
 @torch.inference_mode()
 def launch_all(config: EngineConfig) -> None:
     """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
-    plan = shape_plan(config)
-    context = create_shapes(config, plan, shape_peers(config))
+    context = create_shapes(config)
     leave_out_repeated(context.target)
     longest, routed = config.longest_launch, any(layer.experts for layer in config.model.layers)
     more = ROUTED_TOKENS if routed else ()
@@ -155,7 +153,7 @@ def launch_all(config: EngineConfig) -> None:
     prompts = min(config.max_running_requests, longest)
     for tokens in sorted({1, longest // prompts}):
         _prefill(context, 0, tokens, prompts=prompts)
-    for launch, sizes in captured_launches(config, plan.shapes(), context):
+    for launch, sizes in captured_launches(config, shape_plan(config).shapes(), context):
         for size in sizes:
             launch(size)
 
@@ -186,11 +184,6 @@ def leave_out_repeated(target: TargetModel) -> None:
             target.layers[number] = _Repeated(layer)
         seen.add((before, kind))
         before = kind
-
-
-def shape_peers(config: EngineConfig) -> ShapePeers | None:
-    """Return the other ranks of a dry run."""
-    return ShapePeers(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
 
 
 def captured_launches(

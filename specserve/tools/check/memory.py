@@ -32,7 +32,7 @@ from specserve.layers.ranks import Share
 from specserve.layers.weights import Projection
 from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.process.assemble import create_shapes, fitting, shape_plan
-from specserve.process.compile import captured_launches, shape_peers, without_kernels
+from specserve.process.compile import captured_launches, without_kernels
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
 from specserve.tools.check.report import MemoryUse
@@ -182,7 +182,7 @@ def _assemble_shapes(config: EngineConfig) -> Context:
         model = model.with_weights(PLAIN)
         draft = draft and replace(draft, quantization="none")
     config = replace(config, model=model, draft=draft)
-    return create_shapes(config, shape_plan(config), shape_peers(config) if _counted(config) else None)
+    return create_shapes(config, launches=_counted(config))
 
 
 def _graphs(config: EngineConfig, context: Context) -> int:
