@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specserve.models.base import TargetModel
 
 _CHUNK = 1 << 24  # numbers drawn at a time, which bounds the integers in memory
-_GOLDEN, _MIX = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # of SplitMix64
+GOLDEN, MIX = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # of SplitMix64
 _INDICES = ("g_idx", "weight_g_idx")
 _ZEROS = {4: 0x77777777, 8: 0x7F7F7F7F}  # words of zero points, by bits: one less than half of the range
 _GAINS = {"embed_tokens": 0.1, "down_proj": 3.0}
@@ -111,9 +111,9 @@ def draw(name: str, out: Tensor, spread: float, mean: float = 0.0, cut: Cut | No
     for number, part_N in enumerate(out.view(-1).split(_CHUNK)):
         start = number * _CHUNK
         place_N = _in_whole(torch.arange(start, start + len(part_N), device=out.device), out.shape, cut)
-        bits_N = place_N.mul_(_signed(_GOLDEN)).add_(key)
-        for shift, factor in _MIX:
-            bits_N.bitwise_xor_(bits_N >> shift).mul_(_signed(factor))
+        bits_N = place_N.mul_(signed(GOLDEN)).add_(key)
+        for shift, factor in MIX:
+            bits_N.bitwise_xor_(bits_N >> shift).mul_(signed(factor))
         if out.is_floating_point():
             part_N.copy_((bits_N >> 40).float().mul_(spread * sqrt(3) / 2**23).add_(mean))
         else:
@@ -133,7 +133,8 @@ def _in_whole(place_N: Tensor, shape: Sequence[int], cut: Cut | None) -> Tensor:
     return found_N
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """Return the signed integer of 64 bits."""
     return word - (word >> 63 << 64)
 
 

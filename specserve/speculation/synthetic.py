@@ -13,10 +13,10 @@ import torch
 from specserve_kernels import Tree, first_children
 from torch import Tensor
 
+from specserve.models.random_tensors import GOLDEN, MIX, signed
 from specserve.speculation.state import SamplingState
 
 _NOBODY = -1  # a token that no node carries
-_INCREMENT, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,8 @@ class SyntheticAcceptance:
 
 def _uniform(seed: Tensor, choice: Tensor, position: Tensor) -> Tensor:
     """Return numbers from 0 to 1: SplitMix64 (Steele et al. 2014) of the three, whose products wrap."""
-    mixed = ((seed * _signed(_INCREMENT) + choice) * _signed(_INCREMENT) + position) * _signed(_INCREMENT)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)) * _signed(factor)
+    step = signed(GOLDEN)
+    mixed = ((seed * step + choice) * step + position) * step
+    for shift, factor in MIX:
+        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)) * signed(factor)
     return ((mixed ^ (mixed >> 31 & 2**33 - 1)) & (2**53 - 1)).double() / 2**53
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
