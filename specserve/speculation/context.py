@@ -20,7 +20,7 @@ from specserve.kv.spec import KVSpec
 from specserve.kv.states import STOPS, States
 from specserve.models.base import TargetModel
 from specserve.speculation.dynamic_map import DynamicMap
-from specserve.speculation.sampler import Sampling, open_sampling
+from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Continuation, DecodeState, Needs, RowInit, to_device
 from specserve.speculation.synthetic import SyntheticAcceptance
@@ -181,8 +181,3 @@ class View:
     def prediction(self, context: Context) -> Prediction | None:
         """Return the predicted texts, None if no request has one."""
         return context.state.prediction if self.needs.prediction else None
-
-    def sampling(self, context: Context, levels: int) -> Sampling:
-        """Return the sampler of a step of ``levels`` draft levels."""
-        slots = self.slots
-        return open_sampling(context.state, slots.rows_B, slots.length_B, ahead=levels + 1, needs=self.needs)

@@ -84,7 +84,10 @@ class AnswerIndex:
                     longest, places = matched, []
                 places.append(position)
             position = self._before[place]
-        return (self._ahead(places, most), longest) if places else ([], 0)
+        if not places:
+            return [], 0
+        found = [self._slice(place + 1, min(most, self.written - place - 1)) for place in places]
+        return list(most_common(found)), longest  # ties go to the latest place
 
     def _matched(self, position: int, end: array[int], matched: int, oldest: int) -> int:
         """Return how many tokens up to a position equal the end of ``end``; the first ``matched`` are known to."""
@@ -93,11 +96,6 @@ class AnswerIndex:
                 break
             matched += 1
         return matched
-
-    def _ahead(self, places: list[int], most: int) -> list[int]:
-        """Return the continuation that most places agree on; ties go to the latest place."""
-        found = [self._slice(place + 1, min(most, self.written - place - 1)) for place in places]
-        return list(most_common(found))
 
     def _slice(self, start: int, count: int) -> array[int]:
         """Return ``count`` tokens from a position on, or, if negative, those before it."""

@@ -29,7 +29,7 @@ from specserve.attention.paged import PagedAttend
 from specserve.attention.recurrent import StatePass
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.context import Context, TargetStates, View
-from specserve.speculation.sampler import Choices, Sampling, hold
+from specserve.speculation.sampler import Choices, Sampling, hold, open_sampling
 from specserve.speculation.shape import StepShape
 
 
@@ -72,7 +72,8 @@ def step(context: Context, view: View, shape: StepShape) -> StepResult:
 
 def draft(context: Context, view: View, shape: StepShape) -> StepDraft:
     """Run the step's first part: draft, and select the nodes to verify."""
-    sampling = view.sampling(context, shape.depth)
+    slots, ahead = view.slots, shape.depth + 1
+    sampling = open_sampling(context.state, slots.rows_B, slots.length_B, ahead, view.needs)
     return StepDraft(view, shape, sampling, draft_tree(context, view, shape, sampling))
 
 

@@ -11,6 +11,7 @@ from specserve.core import SamplingParams, Speculation
 from specserve.engine.commands import CatchUp
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import View
+from specserve.speculation.sampler import open_sampling
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs
 from tests.engines import Checkpoints, Client, Shape, answer_one, context_of, requests_of
@@ -53,7 +54,7 @@ def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
     length = int(context.state.slots.length[request.slot])
     view = View.of(context, rows_B, length, Needs.of([request.params]))
     steps, topk, tokens = shape
-    sampling = view.sampling(context, steps)
+    sampling = open_sampling(context.state, rows_B, view.slots.length_B, steps + 1, view.needs)
     copied = tokens - 1 if context.drafter.sources else 0
     pool = context.drafter.propose(context, view, StepShape(1, tokens, steps, topk, copied), sampling)
     return pool.parts[0] if copied else pool
