@@ -16,9 +16,9 @@ from specserve.layers.weights import Projection
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale. ``rounds``: there is a launch that quantizes it as well."""
+    """Root-mean-square norm with a learned scale. ``fused``: there are launches that embed, or quantize, as well."""
 
-    rounds: ClassVar[bool] = True
+    fused: ClassVar[bool] = True
     shares: Mapping[str, int] = {}  # replaced, never mutated
 
     def __init__(self, size: int, eps: float) -> None:
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
     def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
         """Return the norm of the tokens' embeddings, and the embeddings."""
-        if embedding.scale == 1:
+        if self.fused and embedding.scale == 1:
             return embed_rms_norm(*embedding.table(tokens_T), self.weight, self.eps)
         embedded_TH = embedding(tokens_T)
         return self(embedded_TH), embedded_TH
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         scale_1: Tensor | None = None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """Return the same as ``add``, with the norm quantized as ``reader`` does."""
-        if self.rounds and isinstance(reader, Projection) and (dtype := reader.rounds_to(len(residual_TH))):
+        if self.fused and isinstance(reader, Projection) and (dtype := reader.rounds_to(len(residual_TH))):
             weight_H, give = self.weight, reader.shares_inputs
             return add_rms_norm_rounded(x_TH, residual_TH, weight_H, self.eps, dtype, first_H, scale_1, give)
         return self.add(x_TH, residual_TH, first_H, scale_1)
@@ -89,7 +89,7 @@ class OffsetRMSNorm(WideRMSNorm):
 class LayerNorm(RMSNorm):
     """A norm of mean and variance. ``has_bias``: a learned offset is added."""
 
-    rounds: ClassVar[bool] = False
+    fused: ClassVar[bool] = False
     has_bias: ClassVar[bool] = True
 
     def __init__(self, size: int, eps: float) -> None:
@@ -98,10 +98,6 @@ class LayerNorm(RMSNorm):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return F.layer_norm(x_TH, (len(self.weight),), self.weight, self.bias, self.eps)
-
-    def embed(self, tokens_T: Tensor, embedding: Embedding) -> tuple[Tensor, Tensor]:
-        stream_TH = embedding(tokens_T)
-        return self(stream_TH), stream_TH
 
     def add(
         self, x_TH: Update, residual_TH: Tensor, first_H: Tensor | None = None, scale_1: Tensor | None = None

@@ -153,15 +153,11 @@ class LayerHead(DraftModule):
 
     def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the ``logits`` of the states, and the states. Arguments as for ``_layer``."""
-        mlp_NH, residual_NH = self._layer(*args, **kwargs)
         norm = self._final_norm
-        if norm is None:
-            states_NH = residual_NH + summed(mlp_NH)
+        if norm is None or self.config.recycle_normed:
+            states_NH: Tensor = self(*args, **kwargs)
             return self._scores(states_NH), states_NH
-        if self.config.recycle_normed:
-            normed_NH, _ = norm.add(mlp_NH, residual_NH)
-            return self._scores(normed_NH), normed_NH
-        read_NH, states_NH = norm.add_for(self.reader, mlp_NH, residual_NH)
+        read_NH, states_NH = norm.add_for(self.reader, *self._layer(*args, **kwargs))
         return self._scores(read_NH), states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specserve_kernels import Accepted, Level, Pool
 from torch import Tensor
@@ -81,14 +81,8 @@ def load_network(
     return load_draft(draft, target, open_source(draft.path), make).module
 
 
-def _load(
-    draft: DraftSettings,
-    target: TargetModel,
-    open_source: Callable[[Path], S],
-    make: Callable[[S, TargetModel], N],
-) -> RecurrentDrafter:
-    network = load_network(draft, target, open_source, make)
-    return RecurrentDrafter(draft.name, network, target.config.hidden_size)
+def _load(draft: DraftSettings, target: TargetModel, **how: Callable[..., Any]) -> RecurrentDrafter:
+    return RecurrentDrafter(draft.name, load_network(draft, target, **how), target.config.hidden_size)
 
 
 load_mlp_speculator = partial(
