@@ -48,18 +48,17 @@ class KernelWatch:
     """Triton's hook, called whenever this process lacks a variant, before it is compiled or read from the cache.
     ``late``: variants missing since ``serving`` was set; each delayed all running requests."""
 
-    have: dict[tuple[str, str, str], Variant] = field(default_factory=dict)
+    have: set[tuple[str, str, str]] = field(default_factory=set)  # all but their data
     late: int = 0
     serving: bool = False
 
-    def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+    def __call__(self, *, key: str, fn: Any, **_: object) -> bool:
         """Record the variant, and return False: Triton continues. Raises MissingKernel if it is one of ours and a CUDA
         graph is being captured."""
         ours = fn.module.startswith(ops.__name__)
         if ours and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise MissingKernel(fn.name)
-        found = Variant(fn.module, fn.name, key, compile["specialization_data"])
-        self.have[found[:3]] = found
+        self.have.add((fn.module, fn.name, key))
         if self.serving:
             self.late += 1
             log.warning("%s was compiled while serving: answers waited for it", fn.name)

@@ -329,7 +329,7 @@ class CompileAhead:
 
     def serve(self) -> None:
         """Count kernels that are loaded from now on. Log which were not compiled in advance."""
-        if unforeseen := WATCH.have.keys() - {variant[:3] for variant in self._listed()}:
+        if unforeseen := WATCH.have - {variant[:3] for variant in self._listed()}:
             log.info("not compiled in advance: %s", ", ".join(sorted(kernel for _, kernel, _ in unforeseen)))
         WATCH.serving = True
 
