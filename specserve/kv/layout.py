@@ -24,16 +24,6 @@ Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True, slots=True)
-class PoolUse:
-    """What pages hold: the most tokens of one request, how many requests as long as the context, and the tokens that
-    it would hold if every layer kept all of them."""
-
-    longest_request: int
-    full_contexts: int
-    tokens_without_groups: int
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """``windows``: of each table, the tokens that it keeps; None: all. ``tables`` and ``columns``: those of each layer.
     ``offsets``: bytes of a token in its column before each layer's. ``column_bytes``: of a token in each column.
@@ -68,13 +58,6 @@ class Layout:
         return self.page_size * (
             bisect_right(wholes, pages, key=lambda whole: self.pages(whole * self.page_size)) - 1
         )
-
-    def use(self, pages: int, whole_pages: int, context: int) -> PoolUse:
-        """Return what ``pages`` hold, in whose memory ``whole_pages`` of all layers would fit. One of the full contexts
-        is in its prompt, the others are in steps."""
-        left = pages - self.pages(context)
-        full = 0 if left < 0 else 1 + left // self.pages(context, prompts=False)
-        return PoolUse(self.longest(pages, context), full, whole_pages * self.page_size)
 
 
 def first_page(window: int | None, tokens: int, page_size: int) -> int:

@@ -14,8 +14,18 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from specserve.kv.layout import Layout, PoolUse, blocks
+from specserve.kv.layout import Layout, blocks
 from specserve.kv.spec import KVSpec, zeros
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """What pages hold: the most tokens of one request, how many requests as long as the context, and the tokens that
+    it would hold if every layer kept all of them."""
+
+    longest_request: int
+    full_contexts: int
+    tokens_without_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +55,12 @@ class PoolConfig:
         return self._page_bytes(sum(spec.token_bytes for spec in (*self.target, *self.draft)))
 
     def use(self, pages: int, context: int) -> PoolUse:
-        """Return what a pool of so many pages, without the dummy page, holds."""
-        return self.layout.use(pages, pages * self.page_bytes // self.whole_page_bytes, context)
+        """Return what a pool of so many pages, without the dummy page, holds. One of the full contexts is in its
+        prompt, the others are in steps."""
+        layout, left = self.layout, pages - self.layout.pages(context)
+        full = 0 if left < 0 else 1 + left // layout.pages(context, prompts=False)
+        whole = pages * self.page_bytes // self.whole_page_bytes
+        return PoolUse(layout.longest(pages, context), full, whole * self.page_size)
 
     def _page_bytes(self, token_bytes: int) -> int:
         features = self.feature_size + self.token_feature_size * self.page_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -132,20 +132,17 @@ def _stored(
 
 def _stored_of(path: str, child: nn.Module, own: Mapping[str, nn.Parameter]) -> _Stored:
     """Return what files have of a module; ``own``: its parameters."""
-    stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [
-        (path, {kind: each.detach() for kind, each in own.items()})
-    ]
     if isinstance(child, Projection):
         outside, _, name = path.rpartition(".")
-        parts = [_join(outside, part) for part in child.parts or [name]]
-        stored = zip(parts, child.stored(), strict=True)
-    stored = list(stored)
-    cuts = child.cuts() if isinstance(child, Projection) else [_cuts(own, getattr(child, "shares", {}))]
-    named = [{_join(at, kind): each for kind, each in found.items()} for at, found in stored]
-    places = [at for at, _ in stored]
-    cut = {
-        _join(at, kind): each for at, found in zip(places, cuts, strict=True) for kind, each in found.items()
-    }
+        places = [_join(outside, part) for part in child.parts or [name]]
+        parts, cuts = child.stored(), child.cuts()
+    else:
+        places, parts = [path], [{kind: each.detach() for kind, each in own.items()}]
+        cuts = [_cuts(own, getattr(child, "shares", {}))]
+    named, cut = list[dict[str, Tensor]](), dict[str, Cut]()
+    for at, part, shared in zip(places, parts, cuts, strict=True):
+        named.append({_join(at, kind): each for kind, each in part.items()})
+        cut |= {_join(at, kind): each for kind, each in shared.items()}
     return _Stored(path, child, named, cut)
 
 
