@@ -235,12 +235,15 @@ _DRAFTERS, _MODELS = "specserve.speculation.drafters", "specserve.models.draft"
 _FIXED_VOCABULARY = "its heads were trained for the tokens that they score"
 
 
-def _head(name: str, load: str, levels: str | None = None, **more: Any) -> Method:
-    """Register a method that runs a kind of head with its name. ``load`` and ``levels``: functions, as module and
-    name."""
-    count = levels and f"{_MODELS}.{levels}"
-    given = {"heads": (name,), "count_levels": count, "map_refusal": _FIXED_VOCABULARY, **more}
+def _head(name: str, load: str, **more: Any) -> Method:
+    """Register a method that runs a kind of head with its name. ``load``: a function, as module and name."""
+    given = {"heads": (name,), "map_refusal": _FIXED_VOCABULARY, **more}
     return register(Method(name, f"{_DRAFTERS}.{load}", **given))
+
+
+def _levels(opens: str) -> Callable[[Path], int]:
+    """Return what counts the levels of a checkpoint that a function, given as module and name, opens."""
+    return lambda draft: int(named(f"{_MODELS}.{opens}")(draft).levels)
 
 
 _EAGLE: dict[str, Any] = {"load": "eagle:EagleDrafter.load", "dynamic_map": True}
@@ -250,24 +253,24 @@ _OWN_VOCABULARY = (
 _head("EAGLE", **_EAGLE, heads=("EAGLE", *OWN_HEADS), bundled="eagle", map_refusal=None)
 _head("EAGLE3", **_EAGLE, bundled="eagle3", map_refusal=_OWN_VOCABULARY)
 _head("NEXTN", **_EAGLE, aliases=("MTP",), heads=(*OWN_HEADS,), map_refusal=None)
-_head("MEDUSA", "medusa:MedusaDrafter.load", "medusa:count_heads", bundled="medusa")
+_head("MEDUSA", "medusa:MedusaDrafter.load", count_levels=_levels("medusa:open_medusa"), bundled="medusa")
 _head(
     "MLP_SPECULATOR",
     "recurrent:load_mlp_speculator",
-    "mlp_speculator:count_levels",
+    count_levels=_levels("mlp_speculator:open_speculator"),
     bundled="mlp_speculator",
 )
 for _name in ("DFLASH", "DSPARK", "DOMINO", "DFLASH2"):
     _head(
         _name,
         "block:BlockDrafter.load",
-        "block_source:count_levels",
+        count_levels=_levels("block_source:open_block"),
         block_size=f"{_MODELS}.block_source:block_size",
         bundled="dspark" if _name == "DSPARK" else None,
         map_refusal="it scores with the target's whole head or with rows that it was trained with",
     )
-_head("HYDRA", "hydra:load_hydra", "hydra:count_heads")
-_head("ARCTIC_LSTM", "recurrent:load_arctic_lstm", "arctic_lstm:count_levels")
+_head("HYDRA", "hydra:load_hydra", count_levels=_levels("hydra:open_hydra"))
+_head("ARCTIC_LSTM", "recurrent:load_arctic_lstm", count_levels=_levels("arctic_lstm:open_arctic"))
 _head("REDRAFTER", "recurrent:load_redrafter")
 _OWN_HEAD = "its draft scores with its own head"
 _head("STANDALONE", "standalone:StandaloneDrafter.load", map_refusal=_OWN_HEAD)
@@ -279,7 +282,7 @@ _head(
     map_refusal=_OWN_HEAD,
 )
 _head("GEMMA4_ASSISTANT", "assistant:AssistantDrafter.load", map_refusal=_OWN_HEAD)
-_head("P_EAGLE", "p_eagle:PEagleDrafter.load", "p_eagle:count_levels")
+_head("P_EAGLE", "p_eagle:PEagleDrafter.load", count_levels=f"{_MODELS}.p_eagle:count_levels")
 register(Method("NGRAM", f"{_DRAFTERS}.ngram:NgramDrafter.load", copies="all"))
 _SUFFIX = register(Method("SUFFIX", f"{_DRAFTERS}.suffix:SuffixDrafter.load", copies="all", recalls=True))
 register(replace(_SUFFIX, name="REST", recalls=False, reads_datastore=True))

@@ -81,11 +81,6 @@ def open_arctic(path: Path) -> ArcticSource:
     return ArcticSource(files, config["n_predict"], inner, tied, scale, notes=[note])
 
 
-def count_levels(path: Path) -> int:
-    """Return how many levels a checkpoint was trained to draft."""
-    return open_arctic(path).levels
-
-
 class ArcticLSTM(Network):
     """Gates of ``proj(state) + w * embedding``. Rows hold the state, then the cell."""
 

@@ -200,11 +200,6 @@ def open_block(path: Path) -> BlockSource:
     return source
 
 
-def count_levels(path: Path) -> int:
-    """Return how many levels a checkpoint drafts."""
-    return open_block(path).levels
-
-
 def block_size(path: Path) -> int:
     """Return how many positions a block takes."""
     return open_block(path).number("block_size")

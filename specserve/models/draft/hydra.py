@@ -37,10 +37,10 @@ _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 
 @dataclass(frozen=True, slots=True)
 class HydraSource(DraftSource):
-    """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal.
+    """A checkpoint of ``levels`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal.
     ``layered``: it is Hydra++."""
 
-    heads: int
+    levels: int
     blocks: tuple[int, ...]
     layered: bool
     unread = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the target's, or unused
@@ -58,7 +58,7 @@ class HydraSource(DraftSource):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        names = [f"{i}.{{}}.linear.{part}" for i in range(self.heads) for part in ("weight", "bias")]
+        names = [f"{i}.{{}}.linear.{part}" for i in range(self.levels) for part in ("weight", "bias")]
         return {
             f"hydra_mlp.{name.format(number)}": f"hydra_mlp.{name.format(self.blocks[1])}"
             for number in self.blocks[2:]
@@ -82,11 +82,6 @@ def open_hydra(path: Path) -> HydraSource:
     after = " after a layer over the target's states" if layered else ""
     note = f"draft of {heads} heads of {len(blocks)} blocks{after}"
     return HydraSource(files, heads, blocks, layered, notes=[note])
-
-
-def count_heads(path: Path) -> int:
-    """Return how many levels a checkpoint drafts."""
-    return open_hydra(path).heads
 
 
 class FirstBlock(nn.Module):
@@ -134,7 +129,7 @@ class HydraHeads(Network):
     def __init__(self, source: HydraSource, target: TargetModel) -> None:
         super().__init__()
         size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
-        count, self._repeats = source.heads, len(source.blocks) - 1
+        count, self._repeats = source.levels, len(source.blocks) - 1
         self.layer = HydraLayer(target) if source.layered else None
         self.first = nn.ModuleList(FirstBlock((i + 2) * size, size) for i in range(count))
         self.block = nn.ModuleList(

@@ -59,11 +59,11 @@ _MAP = "token_map"
 
 @dataclass(frozen=True, slots=True)
 class MedusaSource(DraftSource):
-    """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: number of output heads; with 1 all heads share it,
+    """A checkpoint of ``levels`` heads with ``blocks`` each. ``scorers``: number of output heads; with 1 all share it,
     with 0 they use the target's."""
 
     layout: MedusaNames
-    heads: int
+    levels: int
     blocks: int
     scorers: int
     unread = (_MAP,)
@@ -148,11 +148,6 @@ def _source(
     return source
 
 
-def count_heads(path: Path) -> int:
-    """Return how many levels a checkpoint drafts."""
-    return open_medusa(path).heads
-
-
 class ResidualBlock(nn.Module):
     """``x + SiLU(linear(x))``."""
 
@@ -201,5 +196,5 @@ class MedusaHeads(DraftModule):
 
 def heads_of(source: MedusaSource, target: TargetModel) -> MedusaHeads:
     """Return the heads of a checkpoint."""
-    sizes, rows = (source.heads, source.blocks), source.rows(target.config.vocab_size)
+    sizes, rows = (source.levels, source.blocks), source.rows(target.config.vocab_size)
     return MedusaHeads(target, *sizes, bias=source.bias, scorers=source.scorers, rows=rows)

@@ -54,6 +54,10 @@ class SpeculatorSource(DraftSource):
     config: SpeculatorConfig
     why_copied = ": tie_weights is true"
 
+    @property
+    def levels(self) -> int:
+        return self.config.levels
+
     def stored(self, name: str) -> str:
         return self.before + name
 
@@ -118,11 +122,6 @@ def _note(source: SpeculatorSource, config: dict[str, Any]) -> None:
         source.notes.append(
             "draft top_k_tokens_per_head is not used: each step's trees are selected by the candidates' scores"
         )
-
-
-def count_levels(path: Path) -> int:
-    """Return how many levels a checkpoint drafts."""
-    return open_speculator(path).config.levels
 
 
 class ShiftedNorm(RMSNorm):
