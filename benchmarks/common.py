@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,6 +127,7 @@ def parse_load(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if getattr(args, "load_format", "auto") == "dummy":
         args.prompts = "random"
     if args.quick:
+        args.output = args.output or Path(tempfile.mkdtemp()) / "quick.json"  # not among the results
         small = {"prompt_tokens": 32, "new_tokens": 9, "repeats": 1, "max_batch": 16}
         for name, value in small.items():
             if hasattr(args, name):

@@ -23,8 +23,9 @@ from benchmarks import (
     weights,
 )
 from benchmarks.closed_loop import NONE, forced_levels
-from benchmarks.common import load_options, open_llm, random_prompts, scheduler_of, weights_kept
+from benchmarks.common import load_options, open_llm, parse_load, random_prompts, scheduler_of, weights_kept
 from benchmarks.cost_faithful import SHAPES, Named, Sizes
+from benchmarks.results import ROOT
 from benchmarks.shapes import write_shape
 from benchmarks.trace import Event, bars, lines, own_times, parts, waterfall_picture
 from specserve import SamplingParams
@@ -132,6 +133,11 @@ def test_it_runs(
     words = {"constrained_speed": "step_ratio", "steps single_stream": "(7, 1, 8)"}
     assert words.get(name, "adaptive") in capsys.readouterr().out
     assert picture.exists() == ("PICTURE" in arguments)
+
+
+def test_quick_runs_are_not_among_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["name", "--quick"])
+    assert not parse_load(load_options("")).output.is_relative_to(ROOT)
 
 
 def test_every_result_is_cited() -> None:
