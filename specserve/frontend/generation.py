@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections import Counter
@@ -17,6 +18,8 @@ from specserve.frontend.output import Answer, Delta, output_processor
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit, Tokens
 from specserve.process.client import EngineClient, Inbox
+
+_CALLS = itertools.count()
 
 
 class TokenStatistics:
@@ -104,7 +107,9 @@ class Generation:
         self._statistics = statistics
         self._timeout = timeout
         self._caller = tenant, salt
-        self._rids = {f"{self.name}-{index}": index for index in range(len(jobs))}
+        # Not of the name: the engine may yet send tokens of an aborted call whose name this one has.
+        call = next(_CALLS)
+        self._rids = {f"{call}-{index}": index for index in range(len(jobs))}
         self._outputs = [
             output_processor(tokenizer, job.prompt, job.params, job.parser, job.by_token) for job in jobs
         ]

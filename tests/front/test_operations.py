@@ -219,13 +219,13 @@ def test_tokens_of_a_text(serve: Serve) -> None:
 
 
 def test_names_of_requests(serve: Serve) -> None:
-    """A name is taken until its request has ended."""
+    """They can be had again, and the engine does not take one request for another, whose tokens may yet come."""
     client, engine = serve("Hi there!")
     asked = {"model": "tiny", "prompt": "a"}
     for _ in range(2):
         assert client.post("/v1/completions", json={**asked, "request_id": "x"}).json()["id"] == "cmpl-x"
         assert client.post("/v1/completions", json={**asked, "rid": "x.1"}).json()["id"] == "x.1"
-    assert engine.submitted[-1].rid == "x.1-0"
+    assert len({each.rid for each in engine.submitted}) == 4
 
 
 @pytest.mark.parametrize("field", ["rid", "request_id"])
