@@ -384,3 +384,6 @@ def test_settings(target: Path) -> None:
     small, large = (make_scheduler(target, mamba_full_memory_ratio=ratio).info.states for ratio in (0.1, 0.5))
     assert 4 * small["prefixes"] < large["prefixes"]
     assert small["memory_bytes"] < large["memory_bytes"]
+    most = make_scheduler(target, mamba_full_memory_ratio=1e9, max_total_tokens=None)
+    assert most.memory.allocator.capacity == 65536 // 16, "one at each page's end takes no more"
+    assert most.info.states["prefixes"] == 65536 // 16 + 1

@@ -93,16 +93,11 @@ class EngineConfig:
 
     @property
     def snapshots(self) -> int | None:
-        """States that are kept for cached prefixes, None: what ``snapshot_ratio`` allows."""
+        """States that are kept for cached prefixes, None: what ``mamba_full_memory_ratio`` allows."""
         if not self.prefix_cache or not self.model.states:
             return 0
         most = self.max_mamba_cache_size
         return None if most is None else most - self.max_running_requests
-
-    @property
-    def snapshot_ratio(self) -> float:
-        """Memory of snapshots whose number is not given, for each byte of the KV pool."""
-        return self.mamba_full_memory_ratio if self.snapshots is None else 0.0
 
     @property
     def threads(self) -> int:

@@ -403,7 +403,8 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     sharing = gpu_peers.sharing(ranks.count) if device.type == "cuda" and given is None else 1
     if sharing > 1:
         ranks.least(0)  # all have read their weights
-    pages = pool_pages(pool_config, given, share, device, longest, beside, config.snapshot_ratio) // sharing
+    extra = snapshot_bytes(config, pool_config, states)
+    pages = pool_pages(pool_config, given, share, device, longest, beside, extra) // sharing
     pages = ranks.least(pages)
     if states is not None and config.snapshots is None:
         snapshots = _states(config, fitting(config, pool_config, pages, states), device, ranks)
@@ -431,10 +432,17 @@ def create_context(config: EngineConfig, plan: ShapePlan, ranks: Ranks = ONE) ->
     )
 
 
+def snapshot_bytes(config: EngineConfig, pool: PoolConfig, states: States | None) -> float:
+    """Return the bytes that snapshots take beside each page, if their number is not given: at most one's, as there is
+    at most one at each page's end."""
+    if config.snapshots is not None or states is None:
+        return 0
+    return min(config.mamba_full_memory_ratio * pool.page_bytes, states.nbytes / states.rows)
+
+
 def fitting(config: EngineConfig, pool: PoolConfig, pages: int, states: States) -> int:
-    """Return how many snapshots are kept beside a pool of so many pages: at most one at each page's end."""
-    fit = int(config.snapshot_ratio * pages * pool.page_bytes * states.rows / states.nbytes)
-    return min(max(fit, 1), pages)
+    """Return how many snapshots are kept beside a pool of so many pages."""
+    return max(int(snapshot_bytes(config, pool, states) * pages * states.rows / states.nbytes), 1)
 
 
 def create_shapes(config: EngineConfig, launches: bool = True) -> Context:

@@ -25,13 +25,14 @@ from specserve.engine.memory import (
     tensors_of,
 )
 from specserve.kv.pool import PoolConfig
+from specserve.kv.states import States
 from specserve.layers.experts import Experts
 from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
 from specserve.layers.ranks import Share
 from specserve.layers.weights import Projection
 from specserve.models.checkpoint import DTYPES, READERS, load_target
-from specserve.process.assemble import create_shapes, fitting, shape_plan
+from specserve.process.assemble import create_shapes, fitting, shape_plan, snapshot_bytes
 from specserve.process.compile import captured_launches, without_kernels
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -93,7 +94,7 @@ def expected_memory(config: EngineConfig, there: DeviceMemory | None = None) -> 
     pool, states = context.pool.config, context.states
     if config.snapshots is None:
         context = replace(context, snapshots=None)
-    pages = _pool_pages(config, pool, found.weights + found.draft + _states(context), there)
+    pages = _pool_pages(config, pool, found.weights + found.draft + _states(context), there, states)
     expected = _memory_of(context, pages, *sizes)
     if config.snapshots is None and states is not None:
         kept = fitting(config, pool, pages, states)
@@ -161,11 +162,13 @@ def _has_data(each: object) -> bool:
     return isinstance(each, Tensor) and each.layout == torch.strided
 
 
-def _pool_pages(config: EngineConfig, pool: PoolConfig, weights: int, there: DeviceMemory | None) -> int:
+def _pool_pages(
+    config: EngineConfig, pool: PoolConfig, weights: int, there: DeviceMemory | None, states: States | None
+) -> int:
     """Return how many pages the pool will have. Nothing else is on a GPU yet."""
     tables, size, fraction = len(pool.layout.windows), pool.page_size, config.mem_fraction_static
     fraction /= config.tensor_parallel_size if config.device == "cpu" else 1
-    tokens, page_bytes = config.max_total_tokens, (1 + config.snapshot_ratio) * pool.page_bytes
+    tokens, page_bytes = config.max_total_tokens, pool.page_bytes + snapshot_bytes(config, pool, states)
     if tokens is None:
         memory = there or device_memory(config.device)
         if config.device != "cpu":
