@@ -132,7 +132,7 @@ def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
     x = many[:3]
     assert quantized.rounds_to(1) is None
     assert torch.equal(quantized(many), plain(many))
-    for found, expected in zip(quantized.rows_from(8), plain.rows_from(8), strict=True):
+    for found, expected in zip(quantized.rows(None), plain.rows(None), strict=True):
         assert torch.equal(found, expected)
     torch.testing.assert_close(quantized(x), plain(x), rtol=0, atol=error)
     assert not torch.equal(quantized(x), plain(x))
@@ -243,15 +243,15 @@ def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
     assert projection.rounds_to(FEW_TOKENS) == torch.int8
     assert projection.rounds_to(FEW_TOKENS + 1) is None
     x = torch.randn(FEW_TOKENS + 1, 256, device=device, dtype=torch.bfloat16)
-    assert torch.equal(projection(x), linear(x, *projection.rows_from(0)))
-    assert torch.equal(projection.outputs_from(32, x), linear(x, *projection.rows_from(32)))
+    assert torch.equal(projection(x), linear(x, *projection.plain.rows_from(0)))
+    assert torch.equal(projection.outputs_from(32, x), linear(x, *projection.plain.rows_from(32)))
     few = projection(x[:-1])
     torch.testing.assert_close(few, projection(x)[:-1], rtol=0, atol=0.05)
     assert not torch.equal(few, projection(x)[:-1])
     assert torch.equal(projection.outputs_from(32, x[:-1]), few[:, 32:])
     gate, y = head.mlp.gate_up_proj, x[:, :128].contiguous()
     assert isinstance(gate, QuantizedLinear)
-    assert torch.equal(gate(y, gated="silu"), linear(y, *gate.rows_from(0), gated="silu"))
+    assert torch.equal(gate(y, gated="silu"), linear(y, *gate.plain.rows_from(0), gated="silu"))
     torch.testing.assert_close(gate(y[:-1], gated="silu"), gate(y, gated="silu")[:-1], rtol=0, atol=0.05)
 
 

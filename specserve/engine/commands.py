@@ -142,16 +142,7 @@ def _words(_: type, plain: Any) -> Tensor:
     return torch.frombuffer(bytearray(words), dtype=torch.int32).view(count, -1)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_words)
-
-
-def encode(command: Command) -> bytes:
-    """Return a command as bytes, for another process of the same version."""
-    return _encoder.encode(command)
-
-
-def decode(message: bytes | memoryview) -> Command:
-    """Return the command that ``encode`` was given."""
-    command: Command = _decoder.decode(message)
-    return command
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+"""Return a command as bytes, for another process of the same version."""
+decode = msgspec.msgpack.Decoder(Command, dec_hook=_words).decode
+"""Return the command that ``encode`` was given."""

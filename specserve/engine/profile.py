@@ -192,10 +192,9 @@ def _parts(shape: StepShape, tokens: int) -> list[float]:
 def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
     """Return the seconds of one step after ``length`` tokens."""
     rows_B = to_device(_rows(context, shape.slots), context.state.device)
-    needs = Needs(noise=False, penalties=False, bias=False, truncation=False, prediction=False)
     with _drafting(context) as restart:
         length = restart(length)
-        return host_seconds(lambda: step(context, View.of(context, rows_B, length, needs), shape))
+        return host_seconds(lambda: step(context, View.of(context, rows_B, length, Needs.of([])), shape))
 
 
 def _has_experts(context: Context) -> bool:

@@ -200,9 +200,6 @@ class QuantizedLinear(Projection):
         found = self._multiply(0, x_TI, gated)
         return found if out is None else out.copy_(found)
 
-    def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
-        return self.plain.rows_from(start)
-
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
         return self._multiply(start, x_TI, None)
 
@@ -210,7 +207,7 @@ class QuantizedLinear(Projection):
         return self.plain.rows(ids_R)
 
     def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: Gate) -> Tensor:
-        plain_OI, bias_O = self.rows_from(start)
+        plain_OI, bias_O = self.plain.rows_from(start)
         rows = self.weight_OI[start:], self.scale_OG[start:]
         if isinstance(x_TI, Tensor):
             if len(x_TI) > self._few:

@@ -42,22 +42,14 @@ class Limits:
         return round(sum(share * sum(min(each, window) for each in counts) for window, share in self.windows))
 
 
-@dataclass(slots=True)
 class OOMBackoff:
     """The limits of one launch: ``requests`` of a step; ``chunk`` tokens and ``prompts`` requests of a prefill. They
     are halved when memory runs out, and rise again while launches succeed; meanwhile they are ``lowered``."""
 
-    most_requests: int
-    most_chunk: int
-    requests: int = 0
-    chunk: int = 0
-    prompts: int = 0
-    lowered: bool = False
-    _worked: int = 0
-
-    def __post_init__(self) -> None:
-        self.requests = self.prompts = self.most_requests
-        self.chunk = self.most_chunk
+    def __init__(self, most_requests: int, most_chunk: int) -> None:
+        self._most_requests, self._most_chunk = most_requests, most_chunk
+        self.requests, self.prompts, self.chunk = most_requests, most_requests, most_chunk
+        self.lowered, self._worked = False, 0
 
     def fall(self, requests: int, chunk: int) -> bool:
         """Lower the limits after a step of this many requests ran out of memory, or, if ``chunk`` is not 0, a prefill
@@ -76,10 +68,10 @@ class OOMBackoff:
         """Count a launch that found enough memory."""
         self._worked += 1
         if self._worked % CALM == 0:
-            self.requests = min(self.most_requests, self.requests + 1)
-            self.prompts = min(self.most_requests, self.prompts + 1)
-            self.chunk = min(self.most_chunk, self.chunk * 2)
-            highest = self.most_requests, self.most_requests, self.most_chunk
+            self.requests = min(self._most_requests, self.requests + 1)
+            self.prompts = min(self._most_requests, self.prompts + 1)
+            self.chunk = min(self._most_chunk, self.chunk * 2)
+            highest = self._most_requests, self._most_requests, self._most_chunk
             self.lowered = (self.requests, self.prompts, self.chunk) != highest
 
 
