@@ -474,6 +474,7 @@ WRONG_FIELDS_OF_DRAFTS: list[tuple[str, Any, str]] = [
     ("norm_before_residual", "yes", "must be true or false"),
     ("eagle_config", [2, 3], "must be an object"),
     ("eagle_config", {AUX: "2,3"}, "must be a list of integers"),
+    ("architectures", "LlamaForCausalLM", "must be a list"),
 ]
 WRONG_FIELDS: list[tuple[str, Any, str]] = [
     ("architectures", 1, "must name one architecture"),

@@ -67,6 +67,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"per_layer_config": {"5": {"num_key_value_heads": 3}}},
         "num_attention_heads 4 is not a multiple of num_global_key_value_heads 3",
     ),
+    ({"per_layer_config": [5]}, r"per_layer_config must be an object of objects by layer, found \[5\]"),
     ({"num_kv_shared_layers": 6}, "num_kv_shared_layers 6 leaves no .*_attention layer of its own keys"),
 ]
 

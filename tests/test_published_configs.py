@@ -311,6 +311,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "layer_types must name .*, found .'chunked_attention'",
     ),
     (
+        "olmo 3 7b",
+        {"rope_parameters": {"sliding_attention": "default"}},
+        "sliding_attention must be an object or null, found 'default'",
+    ),
+    (
         "smollm3 3b",
         {"no_rope_layers": [1, 0]},
         "no_rope_layers must be 1 or 0 for each of 36 layers, found .1, 0.",

@@ -122,6 +122,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor must be a positive number, found '4'"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number, found 0"),
     (
+        {
+            "rope_scaling": {"type": "yarn"},
+            "original_max_position_embeddings": "x",
+            "max_position_embeddings": 8,
+        },
+        "original_max_position_embeddings must be a positive number, found 'x'",
+    ),
+    (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         r"\(full_attention\) are not supported",
     ),

@@ -140,7 +140,7 @@ def _lengths(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str,
     the model's length over the trained length."""
     name, length = "original_max_position_embeddings", config.get("max_position_embeddings")
     original, factor = config.get(name) or scaling.get(name), scaling.get("factor")
-    if factor is None and original and length:
+    if factor is None and isinstance(original, int | float) and isinstance(length, int | float) and original:
         factor = length / original
     return {name: original or length, "factor": factor}
 

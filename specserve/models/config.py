@@ -144,6 +144,7 @@ class Values(NamedTuple):
 COUNT = Values("a positive integer", lambda value: type(value) is int and value > 0)
 SIZE = Values("an integer of at least 0", lambda value: type(value) is int and value >= 0)
 NUMBER = Values("a positive number", lambda value: type(value) in (int, float) and value > 0)
+LIST = Values("a list", lambda value: isinstance(value, list))
 OBJECT = Values("an object", lambda value: isinstance(value, dict))
 TEXT = Values("text", lambda value: isinstance(value, str))
 TRUTH = Values("true or false", lambda value: isinstance(value, bool))
@@ -185,6 +186,7 @@ def ropes_by_kind(
     ``rope_scaling`` is of whole attention. ``whole``, ``sliding``: their bases if none is named."""
     check_rope_fields(config, source)
     kinds, plain = config.get("rope_parameters") or {}, {**config, "rope_scaling": None}
+    check(kinds, source, OBJECT.or_null, FULL, SLIDING)
     of_whole = kinds if {FULL, SLIDING}.isdisjoint(kinds) else kinds.get(FULL) or {}
     full = {"rope_theta": whole, **of_whole, **(config.get("rope_scaling") or {})}
     local = {"rope_theta": sliding, **(kinds.get(SLIDING) or {})}

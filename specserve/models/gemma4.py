@@ -111,6 +111,8 @@ def _sizes(fields: Mapping[str, Any], layer: LayerConfig) -> tuple[int, int]:
     size = fields["global_head_dim"]
     kv_heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
     if written := fields.get("per_layer_config"):
+        if not isinstance(written, dict) or not all(isinstance(each, dict) for each in written.values()):
+            raise ValueError(f"per_layer_config must be an object of objects by layer, found {written!r}")
         _, last = max(written.items())
         size, kv_heads = last.get("head_dim", layer.head_dim), last.get("num_key_value_heads")
     kv_heads = kv_heads or layer.num_kv_heads

@@ -168,8 +168,10 @@ def test_the_controller_drafts_within_a_block(agreeing: Checkpoints) -> None:
             "with a window of 16 tokens, but a slot has .* expected a smaller --context-length",
         ),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported, expected None"),
+        ({"layer_types": 3}, r"config\.json: layer_types must be a list, found 3"),
+        ({"rope_parameters": 3}, r"config\.json: rope_parameters must be an object or null, found 3"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_what_does_not_fit(
     fields: dict[str, Any], words: str, random_models: Checkpoints, tmp_path: Path

@@ -41,3 +41,6 @@ def test_what_is_no_pard_is_refused(agreeing: Checkpoints, tmp_path: Path) -> No
     change_config(draft, spd_type="other")
     with pytest.raises(ValueError, match="spd_type must be pard, found other"):
         scheduler_of(METHOD, agreeing.target, draft, (2, 1, 3))
+    change_config(draft, vocab_size=None)
+    with pytest.raises(ValueError, match=r"config\.json: vocab_size must be a positive integer, found None"):
+        scheduler_of(METHOD, agreeing.target, draft, (2, 1, 3))

@@ -21,10 +21,12 @@ from specserve.methods import DraftSettings, method_of
 from specserve.models.base import TargetModel
 from specserve.models.config import (
     COUNT,
+    LIST,
     OBJECT,
     ModelConfig,
     Values,
     check,
+    check_rope_fields,
     layer_config,
     read_json,
     rope_config,
@@ -184,6 +186,7 @@ def open_block(path: Path) -> BlockSource:
             raise ValueError(f"{path}: {what} in a block draft: not supported")
     nested = config.get("dflash_config") or {}
     flat = {**config, **(config.get("transformer_layer_config") or {}), **nested, "nested": bool(nested)}
+    check_rope_fields(flat, file)
     source = BlockSource(files, flat)
     if "hidden_norm.weight" not in files or not source.layer_count:
         raise ValueError(
@@ -257,6 +260,7 @@ def read_block(source: BlockSource, target: ModelConfig, max_positions: int) -> 
 
 def check_window(config: Mapping[str, Any], file: Path, max_positions: int) -> None:
     """Raise ValueError for a sliding window shorter than a slot: layers attend to the whole text."""
+    check(config, file, LIST, "layer_types", optional=True)
     window = config.get("sliding_window")
     if "sliding_attention" in (config.get("layer_types") or ()) and max_positions > (window or 0):
         raise ValueError(

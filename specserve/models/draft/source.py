@@ -16,7 +16,7 @@ from typing import Any
 
 from specserve.layers.rotary import rope_fields
 from specserve.methods import OWN_HEADS, DraftSettings, own_heads
-from specserve.models.config import OBJECT, Values, check, check_rope_fields, read_json
+from specserve.models.config import LIST, OBJECT, Values, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG, parse_overrides
 from specserve.models.draft.load import DraftSource
 from specserve.models.draft.random_head import random_head
@@ -160,6 +160,7 @@ def open_source(draft: DraftSettings) -> HeadSource:
     inner: dict[str, Any] = next((config[n] for n in _NESTED if isinstance(config.get(n), dict)), {})
     flat = {**config, **inner}
     check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
+    check(flat, path / "config.json", LIST, "architectures", optional=True)
     check_rope_fields(flat, path / "config.json")
     files = random_head(path, flat, draft.method.heads) if tensors is None else tensors
     heads = {found[0]: found[1] or found[0] for name in files.names() if (found := _HEADS.match(name))}

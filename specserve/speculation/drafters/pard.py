@@ -12,7 +12,7 @@ from specserve_kernels import Pool
 
 from specserve.methods import DraftSettings
 from specserve.models.base import TargetModel
-from specserve.models.config import read_json
+from specserve.models.config import COUNT, check, read_json
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.standalone import StandaloneDrafter
 from specserve.speculation.sampler import Sampling
@@ -25,8 +25,9 @@ def read_mask(path: Path) -> int:
     """Return the mask token of a checkpoint. Raises ValueError naming file and field if there is none."""
     file = path / "config.json"
     config = read_json(file)
+    check(config, file, COUNT, "vocab_size")
     mask, kind = config.get("pard_token"), config.get("spd_type")
-    if type(mask) is not int or not 0 <= mask < config.get("vocab_size", 0):
+    if type(mask) is not int or not 0 <= mask < config["vocab_size"]:
         raise ValueError(
             f"{file}: pard_token must be a token id of the model, found {mask}: PARD needs a model that was trained "
             "with one; for others with the target's tokens use --speculative-algorithm STANDALONE"
