@@ -56,10 +56,6 @@ class StepGraph(Generic[Result]):
         if self.slots != slots:
             self.rows_B.copy_(torch.tensor(slots, pin_memory=self.rows_B.is_cuda), non_blocking=True)
             self.slots[:] = slots
-        return self.run()
-
-    def run(self) -> Result:
-        """Replay it for the slots of the last replay."""
         self.graph.replay()
         return self.result
 

@@ -7,8 +7,6 @@ have norms at these places, which the configuration names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from specserve_kernels import Rounded
 from torch import Tensor, nn
@@ -34,9 +32,6 @@ class EagleHead(LayerHead):
         self.input_layernorm = self._new_norm(config.input_norm)
         self._add_layer(layer, max_positions)
         self.norm = self._new_norm(config.final_norm or False)
-
-    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return hidden_TH
 
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None

@@ -139,8 +139,8 @@ class LayerHead(DraftModule):
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """Turn the target's states (after the final norm; at ``taps``, each or all side by side) into features ``[T,
-        H]``."""
-        raise NotImplementedError
+        H]``: here the former."""
+        return hidden_TH
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer over each token and feature row ``source_N`` (None: its own). Return the state ``[N, H]`` for

@@ -14,7 +14,7 @@ Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,9 +112,6 @@ class HydraLayer(LayerHead):
         super().__init__(config, target.embed_tokens)
         self._add_layer(target.config.kv_layers, target.max_positions)
         self.input_layernorm, self.norm = (RMSNorm(size, own.rms_norm_eps) for _ in range(2))
-
-    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return hidden_TH
 
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
