@@ -100,7 +100,7 @@ class MedusaSource(DraftSource):
                 f"{self.files.file(_MAP)}: tensor {_MAP} must list different token ids from 0 to {target_vocab - 1}, "
                 f"found {ids.dtype} {list(ids.shape)}"
             )
-        self.notes.append(f"draft vocabulary: {len(ids)} tokens of the target's {target_vocab} ({_MAP})")
+        self.note(f"vocabulary: {len(ids)} tokens of the target's {target_vocab} ({_MAP})")
         return ids.long()
 
 
@@ -132,19 +132,17 @@ def _source(
     if config.get("original_lm_head") is True:
         scorers = 1 if scored[0] or f"{prefix}lm_head.weight" in files else 0
     source = MedusaSource(files, layout, heads, blocks, scorers, prefix=prefix)
-    note = source.notes.append
     whose = {0: "the target's head (its files have no scores)", 1: "one head for all"}
-    note(
-        f"draft of {heads} heads of {blocks} blocks, which score by {whose.get(scorers, 'their own output heads')}"
-    )
+    score = whose.get(scorers, "their own output heads")
+    source.note(f"of {heads} heads of {blocks} blocks, which score by {score}")
     for name, counted in zip(layout.fields, (heads, blocks), strict=True):
         check(config, path / "config.json", COUNT, name, optional=True)
         if config.get(name) not in (None, counted):
-            note(f"draft {name} is {config[name]} in its config; its tensors say {counted}")
+            source.note(f"{name} is {config[name]} in its config; its tensors say {counted}")
     if base := config.get("base_model_name_or_path"):
-        note(f"draft made for {base} (base_model_name_or_path)")
+        source.note(f"made for {base} (base_model_name_or_path)")
     if "medusa_choices" in config:
-        note("draft medusa_choices is not used: each step's trees are selected by the candidates' scores")
+        source.note("medusa_choices is not used: each step's trees are selected by the candidates' scores")
     return source
 
 

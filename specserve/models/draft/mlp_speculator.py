@@ -114,13 +114,12 @@ def _note(source: SpeculatorSource, config: dict[str, Any]) -> None:
     read = source.config
     shared = ", which share their weights" if read.tied else ""
     scaled = "; its input is normed" if read.scale_input else ""
-    source.notes.append(f"draft of {read.levels} levels of {read.inner} channels{shared}{scaled}")
+    source.note(f"of {read.levels} levels of {read.inner} channels{shared}{scaled}")
     if config.get("inner_dim") not in (None, 0, read.inner):
-        found = f"inner_dim is {config['inner_dim']!r} in its config; its tensors say {read.inner}"
-        source.notes.append(f"draft {found}")
+        source.note(f"inner_dim is {config['inner_dim']!r} in its config; its tensors say {read.inner}")
     if "top_k_tokens_per_head" in config:
-        source.notes.append(
-            "draft top_k_tokens_per_head is not used: each step's trees are selected by the candidates' scores"
+        source.note(
+            "top_k_tokens_per_head is not used: each step's trees are selected by the candidates' scores"
         )
 
 

@@ -82,10 +82,10 @@ def open_redrafter(path: Path) -> ReDrafterSource:
         config, file, zip(source.layout.fields, (source.blocks, source.width, source.rnn), strict=True)
     )
     state = "a recurrent network" if source.rnn else "the sum of the embeddings"
-    source.notes.append(f"draft of {source.blocks} blocks of {source.width} channels after {state}")
+    source.note(f"of {source.blocks} blocks of {source.width} channels after {state}")
     if source.layout is TENSORRT:
-        source.notes.append(
-            "draft redrafter_num_beams is not used: each step's trees are selected by the candidates' scores; its "
+        source.note(
+            "redrafter_num_beams is not used: each step's trees are selected by the candidates' scores; its "
             "first level adds rnn_u.bias, as in training (TensorRT-LLM leaves it out)"
         )
     return source
