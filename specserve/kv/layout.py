@@ -19,7 +19,6 @@ from specserve.core import MAX_COUNT
 MOST_TABLES = 16
 NEAR = 1.05  # memory, in relation to the least, that fewer tables are worth
 
-
 Spec = TypeVar("Spec")
 
 
@@ -78,7 +77,7 @@ def lay_out(
     # Table 0 keeps the most.
     order = sorted(groups, key=lambda window: MAX_COUNT if window is None else window, reverse=True)
     layouts = [
-        Layout(*_cut(layers, [(window, groups[window]) for window in order], width), page_size, chunk, ahead)
+        _cut(layers, [(window, groups[window]) for window in order], width, page_size, chunk, ahead)
         for width in range(1, max(map(len, groups.values())) + 1)
     ]
     few = [each for each in layouts if len(each.windows) <= max(MOST_TABLES, len(groups))]
@@ -92,14 +91,14 @@ def _bytes(layout: Layout, tokens: int) -> int:
     return layout.token_bytes * sum(min(tokens, window or tokens) for window in layout.windows)
 
 
-_Cut = tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
 def _cut(
-    layers: Sequence[tuple[int, int | None]], groups: Sequence[tuple[int | None, list[int]]], width: int
-) -> _Cut:
-    """Return windows, tables, columns, offsets and bytes of pages with ``width`` columns. Columns are as wide as the
-    largest layers of each group; a layer takes the first room that it fits, the largest first."""
+    layers: Sequence[tuple[int, int | None]],
+    groups: Sequence[tuple[int | None, list[int]]],
+    width: int,
+    *rest: int,
+) -> Layout:
+    """Return a layout with ``width`` columns. Columns are as wide as the largest layers of each group; a layer takes
+    the first room that it fits, the largest first. ``rest``: the layout's last fields."""
     ordered = [(window, sorted(group, key=lambda layer: -layers[layer][0])) for window, group in groups]
     sizes = [
         max(layers[group[column]][0] for _, group in ordered if column < len(group))
@@ -118,7 +117,7 @@ def _cut(
             room[cell] -= size
         windows += [window] * (len(room) // width)
     tables, columns, offsets = zip(*(places[layer] for layer in range(len(layers))), strict=True)
-    return tuple(windows), tables, columns, offsets, tuple(sizes)
+    return Layout(tuple(windows), tables, columns, offsets, tuple(sizes), *rest)
 
 
 def blocks(layout: Layout, target: Sequence[Spec]) -> list[tuple[Spec, range, int, range]]:

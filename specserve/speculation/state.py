@@ -269,8 +269,6 @@ class DecodeState:
 
 
 _ALIGNED = 16  # rows are padded to a multiple of this
-
-
 _Bias = list[tuple[int, float, int]]  # token, value to add, first position without it
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, reduce
 from math import gcd
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import specserve_kernels as kernels
 import torch
@@ -30,9 +30,6 @@ from specserve.layers.weights import Place, Projection, WeightFormat
 LEAST_GROUP = 32  # inputs that share a scale, for which there are kernels
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
 _ARRIVALS = Lock()  # threads load weights that are stored together
-
-
-Kind = TypeVar("Kind")
 
 
 class Layout(Protocol):

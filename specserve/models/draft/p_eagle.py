@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, LayerCall
 from specserve.layers.decoder import DecoderLayer
-from specserve.layers.embedding import Embedding
 from specserve.layers.ranks import Update
 from specserve.layers.rotary import Rope
 from specserve.models.config import COUNT, OBJECT, check, read_json
 from specserve.models.draft.eagle3 import Eagle3Head
-from specserve.models.draft.head import DraftConfig
 
 MOST_LEVELS = 18  # the published ones were trained for 8 to 18; of a pass's rows a slot has 64 at most
 
@@ -29,15 +27,9 @@ MOST_LEVELS = 18  # the published ones were trained for 8 to 18; of a pass's row
 class PEagleHead(Eagle3Head):
     """``layer`` is the first of its ``num_layers`` layers."""
 
-    def __init__(
-        self,
-        config: DraftConfig,
-        layer: int,
-        max_positions: int,
-        embed: Embedding,
-        lm_head: nn.Module | None = None,
-    ) -> None:
-        super().__init__(config, layer, max_positions, embed, lm_head)
+    def _add_layer(self, layer: int, max_positions: int) -> None:
+        super()._add_layer(layer, max_positions)
+        config = self.config
         more = replace(config.layer, input_size=config.layer.hidden_size)
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(more, layer + i) for i in range(1, config.num_layers)}
