@@ -517,6 +517,29 @@ def test_an_end_token_that_is_none(name: str, tmp_path: Path) -> None:
         load_model_config(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        (
+            "tokenizer_config.json",
+            {"eos_token": "a", "added_tokens_decoder": [1]},
+            "added_tokens_decoder must be",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"0": {"content": []}}},
+            "added_tokens_decoder must be",
+        ),
+        ("tokenizer.json", {"added_tokens": ["</s>"]}, "added_tokens must be a list of objects"),
+    ],
+)
+def test_added_tokens_that_are_none(name: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = make_llama(tmp_path)
+    (path / name).write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=f"/{name}: {words}"):
+        special_tokens(path, load_model_config(path))
+
+
 DTYPES: list[tuple[dict[str, Any], str | None]] = [
     ({"dtype": "float16", "torch_dtype": "bfloat16"}, "float16"),
     ({"dtype": None, "torch_dtype": "torch.bfloat16"}, "bfloat16"),

@@ -26,10 +26,10 @@ def end_token(tokenizer_path: Path) -> int | None:
     text = given.get("content") if isinstance(given, dict) else given
     if not isinstance(text, str):
         return None
-    added = (config.get("added_tokens_decoder") or {}).items()
-    known = {token.get("content"): int(i) for i, token in added if i.isdigit()}
+    added = (_added(tokenizer_path) or {}).items()
+    known: dict[Any, int] = {token.get("content"): number for number, token in added}
     if text not in known:
-        known = token_ids(tokenizer_path) or {}
+        known = {**(token_ids(tokenizer_path) or {})}
     if text not in known:
         log.info("%s: the end token %r has no id in tokenizer.json", tokenizer_path, text)
     return known.get(text)
@@ -55,13 +55,29 @@ def token_ids(directory: Path) -> dict[str, int] | None:
         ) from None
 
 
+def _added(path: Path) -> dict[int, dict[str, Any]] | None:
+    """Return the tokens of ``added_tokens_decoder`` in tokenizer_config.json by id, None if there is no such field.
+    Raises ValueError for anything else in it."""
+    file = path / "tokenizer_config.json"
+    if (found := _read(file).get("added_tokens_decoder")) is None:
+        return None
+    tokens = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(each, dict) and isinstance(each.get("content"), str | None) for each in tokens):
+        raise ValueError(
+            f"{file}: added_tokens_decoder must be an object of objects, with content that is text"
+        )
+    return {int(number): token for number, token in found.items() if number.isdigit()}
+
+
 def _marked(path: Path) -> list[int]:
     """Read ``added_tokens_decoder`` of tokenizer_config.json, or else ``added_tokens`` of tokenizer.json."""
-    by_id = _read(path / "tokenizer_config.json").get("added_tokens_decoder")
-    if isinstance(by_id, dict):
-        return [int(i) for i, token in by_id.items() if i.isdigit() and token.get("special")]
-    added = _read(path / "tokenizer.json").get("added_tokens") or []
-    return [int(token["id"]) for token in added if token.get("special")]
+    if (added := _added(path)) is None:
+        file = path / "tokenizer.json"
+        try:
+            added = {int(each["id"]): each for each in _read(file).get("added_tokens") or ()}
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{file}: added_tokens must be a list of objects, each with its id") from None
+    return [number for number, token in added.items() if token.get("special")]
 
 
 def _read(file: Path) -> dict[str, Any]:
