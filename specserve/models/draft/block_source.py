@@ -68,10 +68,6 @@ class BlockSource(DraftSource):
     unread = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # the target's, or read separately
 
     @property
-    def config_file(self) -> Path:
-        return self.files.path / "config.json"
-
-    @property
     def kind(self) -> str:
         found = (kind for name, kind in _KINDS.items() if name in self.files)
         return next(found, "DFLASH")

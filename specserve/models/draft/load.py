@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -74,6 +75,10 @@ class DraftSource:
     notes: list[str] = field(default_factory=list, kw_only=True)
     unread: ClassVar[tuple[str, ...]] = ()  # tensors for which there is no parameter
     why_copied: ClassVar[str] = ""
+
+    @property
+    def config_file(self) -> Path:
+        return self.files.path / "config.json"
 
     def stored(self, name: str) -> str:
         """Return the file's name of a parameter."""

@@ -79,10 +79,6 @@ class HeadSource(DraftSource):
         return self.files.path
 
     @property
-    def config_file(self) -> Path:
-        return self.path / "config.json"
-
-    @property
     def mtp_kind(self) -> str | None:
         """The kind of head that is part of a target's checkpoint, None for a draft's own."""
         return None if not self.prefix else "MTP" if self.prefix.startswith("mtp_layers.") else "NEXTN"
