@@ -381,6 +381,8 @@ def test_settings(target: Path) -> None:
         states.States([DeltaState(1, 1, 16, 16, width=5)], 2, torch.float32, torch.device("cpu"), page_size=2)
     given = {"mamba_full_memory_ratio": 0.9, "disable_radix_cache": True}
     assert "--mamba-full-memory-ratio has no effect: no prefix is cached" in notes(**given)
+    words = "--disable-hybrid-kv-cache-manager has no effect: no layer has a sliding window"
+    assert words in notes(disable_hybrid_kv_cache_manager=True)
     small, large = (make_scheduler(target, mamba_full_memory_ratio=ratio).info.states for ratio in (0.1, 0.5))
     assert 4 * small["prefixes"] < large["prefixes"]
     assert small["memory_bytes"] < large["memory_bytes"]

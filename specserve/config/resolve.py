@@ -252,7 +252,10 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     return replace(settings, max_prefill_tokens_per_step=between)
 
 
-def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+def _pool(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
+    if all(layer.softmax.window is None for layer in model.layers):
+        why = ": no layer has a sliding window"
+        settings = settings.without(["disable_hybrid_kv_cache_manager"], why, notes)
     given = settings.max_total_tokens
     if given is None:
         return settings
