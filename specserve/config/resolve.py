@@ -56,6 +56,8 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
 
 def _ranks(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     ranks, groups = settings.tensor_parallel_size, settings.expert_parallel_size
+    if ranks == 1:
+        settings = settings.without(["dist_timeout", "enable_expert_parallel"], ": there is one rank", notes)
     if settings.enable_expert_parallel:
         if groups not in (1, ranks):
             raise ValueError(

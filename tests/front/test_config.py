@@ -354,7 +354,12 @@ def test_flags_of_experts() -> None:
         f"--moe-runner-backend has no effect: {kernel}",
         f"--enable-deepep-waterfill has no effect: {one}",
     ]
-    assert load("-ep --distributed-timeout-seconds 9").enable_expert_parallel
+    alone = load("-ep --distributed-timeout-seconds 9 --device cpu")
+    assert alone.enable_expert_parallel
+    assert (
+        "--dist-timeout, --enable-expert-parallel has no effect: there is one rank"
+        in resolve(alone, LLAMA)[1]
+    )
     given = load("--enable-ep-moe --tp 2 --device cpu --speculative-draft-tensor-parallel-size 1")
     for each, told in (
         (given, "--enable-expert-parallel: must not be set"),
