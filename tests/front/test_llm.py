@@ -45,6 +45,7 @@ MODEL_CONFIG = SimpleNamespace(
     eos_token_ids=(EOS,),
     weights=PLAIN,
     most_levels=None,
+    layers=(),
     states=(),
     notes=(),
 )
