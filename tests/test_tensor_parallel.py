@@ -83,7 +83,7 @@ def test_every_method_on_two_ranks(method: str, agreeing: Checkpoints, expected:
     """With sampling, penalties, log-probabilities and predictions, while requests are preempted."""
     given = SETTINGS if method == NONE else SETTINGS | agreeing.drafting(method, SHAPE)
     if method == "LOOKAHEAD":
-        given = SETTINGS | agreeing.drafting(method) | WINDOW
+        given = SETTINGS | agreeing.drafting(method) | WINDOW | {"speculative_adaptive": False}
     with closing(make_scheduler(agreeing.target, tensor_parallel_size=2, **given)) as scheduler:
         found = answer_all(scheduler, WORK)
         assert scheduler.stats().preemptions > 0
