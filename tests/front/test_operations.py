@@ -230,21 +230,22 @@ def test_names_of_requests(serve: Serve) -> None:
 
 @pytest.mark.parametrize("field", ["rid", "request_id"])
 def test_a_name_is_taken_until_its_request_ends(field: str) -> None:
-    front = fake_front(FakeEngine(text_reply("Hi there!")))
-    body = {"model": "tiny", "prompt": "a", field: "x"}
+    engine = FakeEngine(text_reply("Hi there!" * 20), stride=1)
+    front, body = fake_front(engine), {"model": "tiny", "prompt": "a", "max_tokens": 200, field: "x"}
 
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(create_app(front))
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
-            both = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(2)))
-            return [*both, await client.post("/v1/completions", json=body)]
+            first = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not engine.submitted:
+                await asyncio.sleep(0)
+            second = await client.post("/v1/completions", json=body)
+            return [await first, second, await client.post("/v1/completions", json=body)]
 
     first, second, later = asyncio.run(run())
     front.close()
-    assert sorted([first.status_code, second.status_code]) == [200, 400]
-    refused = first if first.status_code == 400 else second
-    assert refused.json()["error"]["param"] == field
-    assert later.status_code == 200
+    assert [each.status_code for each in (first, second, later)] == [200, 400, 200]
+    assert second.json()["error"]["param"] == field
 
 
 def test_a_salt_and_special_tokens(serve: Serve) -> None:
