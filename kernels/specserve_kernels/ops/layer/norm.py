@@ -1,7 +1,7 @@
 """Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels, V vocabulary.
 
-The order of a row's sum depends on H and on what is stored: beside 8-bit numbers a thread adds more neighbours. Neither
-depends on the batch, so a row's result does not. Rows may be strided; their elements are contiguous.
+The order of a row's sum depends on H and on what is stored: beside 8-bit numbers a thread may add more neighbours.
+Neither depends on the batch, so a row's result does not. Rows may be strided; their elements are contiguous.
 """
 
 from __future__ import annotations
@@ -318,5 +318,7 @@ def _add_rms_norm_kernel(
         tl.store(out_ptr + t * H + h, out, mask=h < H)
     if GROUPED:
         store_rounded(out, values_ptr + t * values_stride, unit_ptr + t, tokens, H)
-    elif values_ptr is not None:
+    elif (
+        values_ptr is not None
+    ):  # by 8 neighbours, as they are read, not by 16: nothing is exchanged between threads
         store_rounded_row(out, tl.max_contiguous(h, 8), h < H, values_ptr, unit_ptr, t, values_stride)
