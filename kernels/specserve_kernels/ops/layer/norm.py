@@ -318,7 +318,6 @@ def _add_rms_norm_kernel(
         tl.store(out_ptr + t * H + h, out, mask=h < H)
     if GROUPED:
         store_rounded(out, values_ptr + t * values_stride, unit_ptr + t, tokens, H)
-    elif (
-        values_ptr is not None
-    ):  # by 8 neighbours, as they are read, not by 16: nothing is exchanged between threads
+    elif values_ptr is not None:
+        # By 8 neighbours, as they are read, not by 16: nothing is exchanged between threads.
         store_rounded_row(out, tl.max_contiguous(h, 8), h < H, values_ptr, unit_ptr, t, values_stride)
