@@ -123,8 +123,7 @@ def pool_pages(
     """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens`` in every table, or
     what ``mem_fraction`` of a GPU's memory leaves next to the weights already on it, or on a CPU ``host_tokens``.
     ``states``: bytes beside the pool that count as free on a CPU, because nothing is written there yet. ``snapshots``:
-    bytes beside each page. Raises ValueError for more than a CPU's memory, and when nothing is
-    left."""
+    bytes beside each page. Raises ValueError for more than a CPU's memory, and when nothing is left."""
     size, tables = config.page_size, len(config.layout.windows)
     page_bytes = config.page_bytes + snapshots
     if max_total_tokens is not None:
